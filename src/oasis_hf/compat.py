@@ -1,0 +1,87 @@
+"""Every fact about a Transformers version that this package relies on.
+
+Supported: transformers >= 5.17, < 6. Since 5.24 the forward argument that carries the cache is
+`cache`; before, it was `past_key_values`. Both are looked for everywhere.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+CACHE_KWARGS = ("cache", "past_key_values")
+
+
+def cache_kwarg(model: torch.nn.Module) -> str:
+    """Name of the forward argument of `model` that takes a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_KWARGS if name in parameters), "past_key_values")
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a forward call, or None."""
+    return next((kwargs[name] for name in CACHE_KWARGS if kwargs.get(name) is not None), None)
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's config of a possibly composite one."""
+    return config.get_text_config(decoder=True)
+
+
+def attention_name(config: PreTrainedConfig) -> str | None:
+    """The attention implementation that a config asks for."""
+    return getattr(text_config(config), "_attn_implementation", None)
+
+
+def native_layers(config: PreTrainedConfig) -> list[Any]:
+    """One Transformers cache layer per model layer, of the kind that the model expects."""
+    return list(DynamicCache(config=text_config(config)).layers)
+
+
+def is_full_attention(layer: Any) -> bool:
+    """Whether a native layer caches plain full attention, which is what this package offloads."""
+    return type(layer) is DynamicLayer
+
+
+def is_sliding(layer: Any) -> bool:
+    """Whether a native layer is bounded by a sliding window."""
+    return type(layer) is DynamicSlidingWindowLayer
+
+
+def is_linear(layer: Any) -> bool:
+    """Whether a native layer holds only recurrent state."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
+        layer, CacheLayerMixin
+    )
+
+
+def is_placeholder(layer: Any) -> bool:
+    """Whether a native layer (5.23 and later) stands for a model layer that caches nothing."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+__all__ = [
+    "CACHE_KWARGS",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicLayer",
+    "attention_name",
+    "cache_kwarg",
+    "cache_of",
+    "is_full_attention",
+    "is_linear",
+    "is_placeholder",
+    "is_sliding",
+    "native_layers",
+    "text_config",
+]

@@ -1,0 +1,171 @@
+"""The frozen, validated choices of an `OasisCache`."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+INDEX_NAMES = ("keys2bit", "minmax", "mean", "streaming", "oracle")
+BACKENDS = ("auto", "reference", "triton")
+REDUCTIONS = ("mean", "max")
+DEFAULT_CAP = 0.05
+"""Share of the budget that `fetch_cap="auto"` admits per head and step (the paper's choice)."""
+
+
+class OasisConfigError(ValueError):
+    """An argument of `OasisCache` that cannot be used; the message names it and the way out."""
+
+
+@dataclass(frozen=True)
+class OasisConfig:
+    """Choices of a cache. All token counts are per KV head.
+
+    Attributes:
+        budget: tokens attended to besides the tail; a multiple of `block_size`.
+        block_size: tokens per block, the unit of choosing and moving; a power of two.
+        head_room: resident slots per block of budget, at least 1. Slots beyond the budget only
+            cache: they make a block that comes back free of a transfer.
+        sink_tokens: first tokens of the context, always chosen (rounded up to blocks).
+        recent_tokens: newest tokens that always stay in the tail.
+        index: which summary of the keys ranks the blocks: a name or an `Index` subclass.
+        reduction: how the query rows of a KV head are combined: "mean" of their softmax, or
+            "max" of their logits (the paper's).
+        on_miss: a wanted block that is not resident is skipped this step ("skip"), fetched before
+            attention ("fetch"), or fetched if its estimated share of the attention exceeds a number.
+        fetch_cap: blocks fetched in the background per head and step, as a share of the budget;
+            None for no limit; "auto" for the default share.
+        dense_layers: layers that keep all K and V on the device and attend to everything.
+        max_rows: most query rows of one sparse step (a verification of drafts).
+        prefill_chunk_size: tokens per piece of a long prompt, or None; needs the cache to have been
+            built from the model, not from its config.
+        backend: "reference" (torch), "triton", or "auto".
+    """
+
+    budget: int = 2048
+    block_size: int = 16
+    head_room: float = 2.0
+    sink_tokens: int = 16
+    recent_tokens: int = 32
+    index: Any = "keys2bit"
+    reduction: str = "mean"
+    on_miss: str | float = "fetch"
+    fetch_cap: str | float | None = "auto"
+    dense_layers: tuple[int, ...] = ()
+    max_rows: int = 32
+    prefill_chunk_size: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        self._check_counts()
+        self._check_choices()
+
+    def _check_counts(self) -> None:
+        for name in ("budget", "block_size", "sink_tokens", "recent_tokens", "max_rows"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise OasisConfigError(f"{name}: got {value!r}, expected a whole number of tokens")
+        size = self.block_size
+        if size < 1 or size & (size - 1):
+            raise OasisConfigError(
+                f"block_size: got {size}, expected a power of two such as 16; smaller blocks choose "
+                "finer and transfer less efficiently"
+            )
+        if self.budget < size:
+            raise OasisConfigError(
+                f"budget: got {self.budget} tokens, expected at least one block of {size}; raise "
+                "budget or lower block_size"
+            )
+        if self.budget % size:
+            low = self.budget // size * size
+            raise OasisConfigError(
+                f"budget: got {self.budget}, expected a multiple of block_size {size}; use {low} or "
+                f"{low + size}"
+            )
+        if not 0 <= self.sink_tokens <= self.budget:
+            raise OasisConfigError(
+                f"sink_tokens: got {self.sink_tokens}, expected 0 to budget ({self.budget})"
+            )
+        if self.recent_tokens < 0:
+            raise OasisConfigError(f"recent_tokens: got {self.recent_tokens}, expected 0 or more")
+        if self.max_rows < 1:
+            raise OasisConfigError(f"max_rows: got {self.max_rows}, expected 1 or more")
+        chunk = self.prefill_chunk_size
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise OasisConfigError(
+                f"prefill_chunk_size: got {chunk!r}, expected a positive number of tokens or None"
+            )
+        if not (isinstance(self.head_room, int | float) and 1 <= self.head_room < math.inf):
+            raise OasisConfigError(
+                f"head_room: got {self.head_room!r}, expected a number of at least 1 (slots per "
+                "block of budget)"
+            )
+
+    def _check_choices(self) -> None:
+        if isinstance(self.index, str) and self.index not in INDEX_NAMES:
+            raise OasisConfigError(
+                f"index: got {self.index!r}, expected one of {', '.join(INDEX_NAMES)}, or a subclass "
+                "of oasis_hf.Index"
+            )
+        for name, choices in (("backend", BACKENDS), ("reduction", REDUCTIONS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise OasisConfigError(
+                    f"{name}: got {value!r}, expected one of {', '.join(choices)}"
+                )
+        miss = self.on_miss
+        if isinstance(miss, str):
+            if miss not in ("skip", "fetch"):
+                raise OasisConfigError(
+                    f"on_miss: got {miss!r}, expected 'skip', 'fetch' or a share of attention "
+                    "between 0 and 1 such as 0.01"
+                )
+        elif isinstance(miss, bool) or not 0 < miss < 1:
+            raise OasisConfigError(
+                f"on_miss: got {miss!r}, expected 'skip', 'fetch' or a share of attention between "
+                "0 and 1 such as 0.01"
+            )
+        cap = self.fetch_cap
+        if cap is not None and cap != "auto":
+            number = isinstance(cap, int | float) and not isinstance(cap, bool)
+            if not number or not 0 < cap <= 1:  # type: ignore[operator]
+                raise OasisConfigError(
+                    f"fetch_cap: got {cap!r}, expected 'auto', None (no limit) or a share of the "
+                    "budget between 0 and 1 such as 0.05"
+                )
+        for layer in self.dense_layers:
+            if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+                raise OasisConfigError(
+                    f"dense_layers: got {self.dense_layers!r}, expected layer numbers such as (0, 1)"
+                )
+
+    @property
+    def budget_blocks(self) -> int:
+        """K, blocks attended to per KV head."""
+        return self.budget // self.block_size
+
+    @property
+    def cap_blocks(self) -> int:
+        """Blocks that may be fetched in the background per head and step, at least one."""
+        if self.fetch_cap is None:
+            return self.budget_blocks
+        share = DEFAULT_CAP if isinstance(self.fetch_cap, str) else self.fetch_cap
+        return max(1, round(share * self.budget_blocks))
+
+    @property
+    def now_above(self) -> float:
+        """Score above which a missing block is fetched before attention."""
+        if isinstance(self.on_miss, str):
+            return -math.inf if self.on_miss == "fetch" else math.inf
+        return self.on_miss
+
+    @classmethod
+    def fields(cls) -> tuple[str, ...]:
+        """Names of all options."""
+        return tuple(cls.__dataclass_fields__)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, with the index by name."""
+        values = asdict(self)
+        values["index"] = self.index if isinstance(self.index, str) else self.index.name
+        values["dense_layers"] = list(self.dense_layers)
+        return values

@@ -1,0 +1,52 @@
+"""Dense causal attention for prompts, in bounded memory."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS_AT_ONCE = 512
+"""Query rows per piece where a mask is needed, so that the mask stays small."""
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
+) -> Tensor:
+    """Causal attention of the last T tokens over all of them.
+
+    Args:
+        query: `[B, Hq, T, D]`.
+        key: `[B, H, L, D]`, L >= T; the last T are the query rows' own.
+        value: `[B, H, L, Dv]`.
+        valid: `[B, L]` bool, False for padding; None if there is none.
+        scaling: factor of the logits.
+
+    Returns:
+        `[B, Hq, T, Dv]`; rows that see nothing (padding) are finite and meaningless.
+    """
+    rows, total = query.shape[2], key.shape[2]
+    gqa = query.shape[1] != key.shape[1]
+    if valid is None and rows == total:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=rows > 1, scale=scaling, enable_gqa=gqa
+        )
+    pieces = []
+    column = torch.arange(total, device=query.device)
+    for first in range(0, rows, ROWS_AT_ONCE):
+        last = min(first + ROWS_AT_ONCE, rows)
+        seen = total - rows + last
+        position = torch.arange(total - rows + first, seen, device=query.device)
+        mask = (column[None, :seen] <= position[:, None])[None]
+        if valid is not None:
+            mask = mask & valid[:, None, :seen]
+            mask = mask | ~mask.any(-1, keepdim=True)
+        pieces.append(
+            F.scaled_dot_product_attention(
+                query[:, :, first:last],
+                key[:, :, :seen],
+                value[:, :, :seen],
+                attn_mask=mask[:, None],
+                scale=scaling,
+                enable_gqa=gqa,
+            )
+        )
+    return torch.cat(pieces, 2)

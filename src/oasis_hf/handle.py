@@ -1,0 +1,52 @@
+"""How a cache layer reaches the attention function: through the key tensor that `update` returns.
+
+The attribute survives every model that leaves K and V alone between the two, K and V shared between
+layers included; where it is lost, the model is one that this package cannot serve. A guard notices
+an update whose attention never ran.
+"""
+
+import threading
+from typing import Any
+
+from torch import Tensor
+
+HANDLE = "_oasis_layer"
+_guard = threading.local()
+
+
+class OasisUnsupportedError(RuntimeError):
+    """A model, call or argument that this cache cannot serve; nothing was computed wrongly."""
+
+
+class OasisLength(int):
+    """A mask length that comes from this package's layers: tells the mask function who asks."""
+
+
+def take_pending() -> Any:
+    """The layer whose `update` ran last and whose attention has not run yet, or None; clears it."""
+    layer = getattr(_guard, "pending", None)
+    _guard.pending = None
+    return layer
+
+
+def attach(layer: Any, key: Tensor) -> None:
+    """Mark `key` as belonging to `layer`, whose attention must run next.
+
+    Raises:
+        OasisUnsupportedError: the attention of the layer before was not called.
+    """
+    missed = take_pending()
+    if missed is not None:
+        raise OasisUnsupportedError(
+            f"layer {missed.layer_idx}: cache.update() ran, but attention 'oasis' was not called; "
+            "this model does not use Transformers' attention interface, or its attention "
+            "implementation was changed. Use model.set_attn_implementation('oasis'), or another "
+            "cache for this model"
+        )
+    _guard.pending = layer
+    setattr(key, HANDLE, layer)
+
+
+def layer_of(key: Tensor) -> Any:
+    """The layer that `key` was attached to, or None."""
+    return getattr(key, HANDLE, None)

@@ -1,0 +1,119 @@
+"""The interface of an index: a compact summary of all keys that ranks blocks without reading them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..geometry import round_up
+
+
+class Index(ABC):
+    """Summaries of all full blocks of one layer, in fast memory.
+
+    A subclass says what to store for a group of keys (`encode`) and how a query ranks blocks
+    (`block_logits`); storage, growth, masking, reduction over query rows and the cache's batch
+    operations are inherited.
+
+    Attributes:
+        name: identifies the index in configs, saved caches and reports.
+        estimates_mass: whether `exp(block_logits)` estimates a block's unnormalised attention; only
+            then a miss can be judged by its share of the attention.
+        group_blocks: blocks encoded together.
+        block: tokens per block.
+        budget_blocks: blocks that will be chosen per head.
+        arrays: stored tensors `[B, H, groups + 1, ...]`; the last group is the spill.
+    """
+
+    name: ClassVar[str]
+    estimates_mass: ClassVar[bool] = False
+
+    def __init__(self, block: int, budget_blocks: int, reduction: str, ops: ModuleType) -> None:
+        self.block, self.budget_blocks = block, budget_blocks
+        self.reduction, self.ops = reduction, ops
+        self.arrays: dict[str, Tensor] = {}
+        self.capacity = 0
+
+    @classmethod
+    def group_tokens(cls, block: int) -> int:
+        """Tokens encoded together, a multiple of `block`; they stay in the tail until then."""
+        return block
+
+    @abstractmethod
+    def encode(self, keys: Tensor) -> dict[str, Tensor]:
+        """Summarise full groups: keys `[B, H, n, g, D]` to tensors `[B, H, n, ...]`, 4-D or more."""
+
+    @abstractmethod
+    def block_logits(self, query: Tensor, live: Tensor) -> Tensor:
+        """Log-score of every block for every query row.
+
+        Args:
+            query: `[B, H, Q, D]` float32, scaled.
+            live: `[B, 1, N]` bool, blocks that are indexed, N = `capacity`; what is returned for
+                the others is ignored.
+
+        Returns:
+            `[B, H, Q, N]` float32; -inf leaves a block out.
+        """
+
+    def ensure(self, blocks: int) -> None:
+        """Grow the capacity to at least `blocks` blocks."""
+        if blocks <= self.capacity:
+            return
+        old, group = self.capacity, self.group_tokens(self.block) // self.block
+        self.capacity = round_up(blocks, group)
+        for name, array in self.arrays.items():
+            grown = array.new_zeros(*array.shape[:2], self.capacity // group + 1, *array.shape[3:])
+            grown[:, :, : old // group] = array[:, :, :-1]
+            self.arrays[name] = grown
+
+    def allocate(self, batch: int, heads: int, example: Tensor) -> None:
+        """Create the arrays for keys like `example` `[..., D]`."""
+        group = self.group_tokens(self.block)
+        groups = self.capacity * self.block // group
+        zeros = example.new_zeros(1, 1, 1, group, example.shape[-1])
+        for name, part in self.encode(zeros).items():
+            self.arrays[name] = part.new_zeros(batch, heads, groups + 1, *part.shape[3:])
+
+    def write(self, group: Tensor, keys: Tensor, keep: Tensor) -> None:
+        """Index one full group per sequence: group `[B]`, keys `[B, H, g, D]`, keep `[B]`."""
+        for name, part in self.encode(keys[:, :, None]).items():
+            table = self.arrays[name]
+            target = torch.where(keep, group, table.shape[2] - 1)[:, None, None]
+            index = target.expand(-1, table.shape[1], -1)
+            self.ops.scatter_blocks(table.flatten(3), index, part.flatten(3))
+
+    def write_range(self, rows: slice, first: int, keys: Tensor) -> None:
+        """Index consecutive groups from `first` of some sequences: keys `[B', H, n, g, D]`."""
+        for name, part in self.encode(keys).items():
+            self.arrays[name][rows, :, first : first + part.shape[2]] = part
+
+    def score(self, query: Tensor, committed: Tensor, rest: Tensor) -> Tensor:
+        """One score per block and KV head.
+
+        Args:
+            query: `[B, H, Q, D]` float32, scaled.
+            committed: `[B]` blocks that are indexed.
+            rest: `[B, H, Q]` log of the attention given to the tail.
+
+        Returns:
+            `[B, H, N]` float32, -inf for blocks that are not indexed or left out.
+        """
+        number = torch.arange(self.capacity, device=query.device)
+        live = (number[None] < committed[:, None])[:, None]
+        logits = self.block_logits(query, live)
+        return self.ops.reduce_rows(
+            logits, live, rest if self.estimates_mass else None, self.reduction
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation."""
+        self.arrays = {name: fn(array) for name, array in self.arrays.items()}

@@ -1,0 +1,72 @@
+"""All keys at two bits, behind their own coarse bounds: near-oracle ranking at 2.5 bits a key element."""
+
+import torch
+from torch import Tensor
+
+from ..geometry import ceil_div
+from .base import Index
+
+GROUP_TOKENS = 64
+CANDIDATE_SHARE = 8
+"""Candidates refined at two bits, per block of budget."""
+
+
+class Keys2BitIndex(Index):
+    """Estimates each block's attention from two-bit keys.
+
+    Quantised per channel over 64 tokens. The stored lowest value and step also bound the group's
+    keys, which gives a coarse level for free: the groups with the largest bounds are candidates,
+    and only these are refined. Kin: the low-bit key copies of SpeCache and Twilight.
+    """
+
+    name = "keys2bit"
+    estimates_mass = True
+
+    @classmethod
+    def group_tokens(cls, block: int) -> int:
+        """64 tokens, or the block where that is larger."""
+        return max(GROUP_TOKENS, block)
+
+    def encode(self, keys: Tensor) -> dict[str, Tensor]:
+        """Codes, lowest value and step of each group."""
+        if keys.shape[-1] % 4:
+            raise ValueError(
+                f"index 'keys2bit': got head dimension {keys.shape[-1]}, expected a multiple of 4; "
+                "use index='minmax'"
+            )
+        codes, lowest, step = self.ops.quantize_keys_2bit(keys)
+        return {"codes": codes, "lowest": lowest, "step": step}
+
+    def block_logits(self, query: Tensor, live: Tensor) -> Tensor:
+        """Log of the block's summed attention under two-bit keys; -inf for non-candidates."""
+        codes, lowest, step = (self.arrays[n][:, :, :-1] for n in ("codes", "lowest", "step"))
+        groups, tokens = codes.shape[2], codes.shape[3]
+        per_group = tokens // self.block
+        wanted = ceil_div(CANDIDATE_SHARE * self.budget_blocks, per_group)
+        if wanted >= groups:
+            keys = self.ops.dequantize_keys_2bit(codes, lowest, step)
+            return self._blocks(query, keys)
+        chosen = self._candidates(query, lowest, step, live[:, :, ::per_group], wanted)
+        parts = [
+            self.ops.gather_blocks(array.flatten(3), chosen).unflatten(3, array.shape[3:])
+            for array in (codes, lowest, step)
+        ]
+        fine = self._blocks(query, self.ops.dequantize_keys_2bit(*parts))
+        offset = torch.arange(per_group, device=query.device)
+        target = (chosen[..., None] * per_group + offset).flatten(2)[:, :, None].expand_as(fine)
+        everything = fine.new_full((*fine.shape[:3], groups * per_group), float("-inf"))
+        return everything.scatter(3, target, fine)
+
+    def _candidates(
+        self, query: Tensor, lowest: Tensor, step: Tensor, live: Tensor, count: int
+    ) -> Tensor:
+        """Live groups with the largest bounds, `[B, H, count]`."""
+        low = lowest.float()
+        bound = self.ops.bound_logits(query, low, low + 3 * step.float())
+        score = self.ops.reduce_rows(bound, live, None, "mean")
+        return self.ops.select_blocks(score, count)[0]
+
+    def _blocks(self, query: Tensor, keys: Tensor) -> Tensor:
+        """Log-sum of exp over each block: keys `[B, H, n, g, D]` to `[B, H, Q, blocks]`."""
+        logits = query @ keys.flatten(2, 3).transpose(-1, -2)
+        return torch.logsumexp(logits.unflatten(-1, (-1, self.block)), -1)

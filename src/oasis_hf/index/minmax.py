@@ -1,0 +1,23 @@
+"""Channel-wise minimum and maximum of a block's keys: the index of OasisKV and Quest."""
+
+from torch import Tensor
+
+from .base import Index
+
+
+class MinMaxIndex(Index):
+    """Ranks a block by the largest logit that its bounds allow. 2 bits per key element at block 16.
+
+    Source: Quest (arXiv 2406.10774), OasisKV (arXiv 2608.08097).
+    """
+
+    name = "minmax"
+
+    def encode(self, keys: Tensor) -> dict[str, Tensor]:
+        """Bounds of each block."""
+        return {"low": keys.amin(-2), "high": keys.amax(-2)}
+
+    def block_logits(self, query: Tensor, live: Tensor) -> Tensor:
+        """Upper bound of the block's logits."""
+        low, high = self.arrays["low"], self.arrays["high"]
+        return self.ops.bound_logits(query, low[:, :, :-1], high[:, :, :-1])

@@ -1,0 +1,88 @@
+"""Makes the stats of a cache out of its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .stats import COUNTS, CacheStats
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
+
+
+def summarise(cache: OasisCache) -> CacheStats:
+    """Read every counter of `cache`; waits for the device."""
+    config = cache.oasis_config
+    layers = [layer for layer in cache.offloaded if layer.is_initialized]
+    sums = dict.fromkeys(COUNTS, 0)
+    fetched = filled = 0
+    for layer in layers:
+        counts = layer.counters.read()
+        for name, value in counts.items():
+            sums[name] += value
+        block_bytes = layer.geometry.row * layer.geometry.itemsize
+        fetched += block_bytes * (counts["now"] + counts["later"] + counts["filled"])
+        filled += block_bytes * counts["filled"]
+    wanted = max(1, sums["wanted"])
+    fast = sum(layer.pool.nbytes + layer.tail.nbytes for layer in layers)
+    index = sum(layer.index.nbytes for layer in layers)
+    tables = sum(layer.residency.nbytes for layer in layers)
+    full = sum(
+        layer.batch_size * layer.columns * layer.geometry.token_bytes for layer in layers
+    )
+    native = [x for x in cache.layers if x not in cache.offloaded]
+    host = sum(layer.store.nbytes for layer in layers)
+    steps = max((layer.counters.read()["steps"] for layer in layers), default=0)
+    return CacheStats(
+        context_tokens=cache.ledger.columns,
+        batch_size=layers[0].batch_size if layers else 0,
+        sparse_layers=len(cache.offloaded),
+        native_layers=len(native),
+        budget_tokens=config.budget,
+        resident_tokens=layers[0].geometry.slots * config.block_size if layers else 0,
+        steps=steps,
+        hit_rate=sums["hits"] / wanted,
+        fetched_now=sums["now"] / wanted,
+        admitted=sums["later"] / wanted,
+        refused=(sums["wanted"] - sums["hits"] - sums["now"] - sums["later"]) / wanted,
+        turnover=sums["turnover"] / wanted,
+        bytes_fetched=fetched,
+        bytes_filled=filled,
+        rounds=cache.rounds,
+        drafted=cache.drafted,
+        accepted=cache.accepted,
+        hbm_bytes=fast + index + tables,
+        index_bytes=index,
+        native_bytes=sum(_bytes(layer) for layer in native),
+        host_bytes=host,
+        full_kv_bytes=full,
+        note=_note(cache, steps, fast + index + tables, full),
+    )
+
+
+def _bytes(layer: Any) -> int:
+    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _note(cache: OasisCache, steps: int, fast: int, full: int) -> str:
+    """What a reader should know first, in one sentence."""
+    budget, context = cache.oasis_config.budget, cache.ledger.columns
+    if not context:
+        return "the cache is empty"
+    if not steps:
+        return "no sparse step yet: prompts are attended to densely"
+    tail = cache.offloaded[0].tail.places if cache.offloaded else 0
+    if context <= budget + tail:
+        return (
+            f"sparsity never engaged: the context fits the budget of {budget} tokens and the tail, so "
+            "the answer is dense attention's; a plain DynamicCache would do"
+        )
+    if fast >= full:
+        return (
+            "sparsity cannot pay yet: the working set is larger than the full KV; lower budget or "
+            "head_room, or use it with a longer context"
+        )
+    return f"the working set is {fast / full:.0%} of the full KV"

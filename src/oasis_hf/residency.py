@@ -1,0 +1,149 @@
+"""Which blocks are resident: choosing, comparing, evicting the least recently selected."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .geometry import LayerGeometry
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step wants, has and fetches. All `[B, H, K]`; slots are -1 where they do not apply.
+
+    Attributes:
+        ids: wanted blocks, best first.
+        wanted: whether the entry is a block at all.
+        hits: slots of wanted blocks that were resident.
+        now: slots to fill before attention.
+        later: slots to fill after attention, for the next step.
+        turnover: wanted blocks that the previous step did not want.
+    """
+
+    ids: Tensor
+    wanted: Tensor
+    hits: Tensor
+    now: Tensor
+    later: Tensor
+    turnover: Tensor
+
+    def attended(self, blocks: int) -> Tensor:
+        """Slots to attend to, by block number rather than by score or slot, `[B, H, K]`.
+
+        The order fixes the rounding of the attention: it depends on the set alone, not on where
+        its blocks happen to live.
+        """
+        slots = torch.where(self.hits >= 0, self.hits, self.now)
+        order = torch.where(slots >= 0, self.ids, blocks).argsort(dim=-1, stable=True)
+        return slots.gather(-1, order)
+
+
+class Residency:
+    """Maps between blocks and slots of one layer, per sequence and KV head.
+
+    Attributes:
+        slot_of_block: `[B, H, N + 1]` int32, -1 where not resident.
+        block_of_slot: `[B, H, S + 1]` int32, -1 where free.
+        last_selected: `[B, H, S + 1]` int32 step of the last selection, -1 where free.
+        clock: `[1]` int32, number of the current step.
+    """
+
+    def __init__(
+        self, geometry: LayerGeometry, batch: int, device: torch.device, ops: ModuleType
+    ) -> None:
+        self.ops, self.heads = ops, geometry.kv_heads
+
+        def table(width: int) -> Tensor:
+            shape = (batch, geometry.kv_heads, width + 1)
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        self.slot_of_block = table(0)
+        self.block_of_slot = table(geometry.slots)
+        self.last_selected = table(geometry.slots)
+        self.clock = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def blocks(self) -> int:
+        """Capacity N."""
+        return self.slot_of_block.shape[2] - 1
+
+    @property
+    def slots(self) -> int:
+        """Number of slots S."""
+        return self.block_of_slot.shape[2] - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.slot_of_block.nbytes + self.block_of_slot.nbytes + self.last_selected.nbytes
+
+    def ensure(self, blocks: int) -> None:
+        """Grow the capacity to at least `blocks` blocks."""
+        old = self.blocks
+        if blocks <= old:
+            return
+        table = self.slot_of_block
+        grown = table.new_full((*table.shape[:2], blocks + 1), -1)
+        grown[..., :old] = table[..., :old]
+        self.slot_of_block = grown
+
+    def step(
+        self, score: Tensor, count: int, now_above: float, later_cap: int
+    ) -> StepPlan:
+        """Choose the `count` best blocks and plan what has to move.
+
+        Args:
+            score: `[B, H, N]`, -inf where a block may not be chosen.
+            count: blocks wanted per head.
+            now_above: score above which a missing block is fetched before attention.
+            later_cap: blocks per head fetched afterwards at most.
+        """
+        self.clock += 1
+        ids, value = self.ops.select_blocks(score, min(count, self.blocks))
+        slot = self.slot_of_block.gather(-1, ids).long()
+        before = self.last_selected.gather(-1, slot.clamp(min=0))
+        stayed = (slot >= 0) & (before == self.clock - 1)
+        wanted = value > float("-inf")
+        hits, now, later = self.ops.plan_step(
+            ids,
+            value,
+            self.slot_of_block,
+            self.block_of_slot,
+            self.last_selected,
+            self.clock,
+            now_above,
+            later_cap,
+        )
+        return StepPlan(ids, wanted, hits, now, later, wanted & ~stayed)
+
+    def admit(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """Make blocks that just left the tail resident, without a transfer.
+
+        Args:
+            blocks: `[B, m]` int64, not resident.
+            keep: `[B]` bool, sequences that admit.
+
+        Returns:
+            `[B, H, m]` slots, -1 where not admitted.
+        """
+        ids = blocks[:, None].expand(-1, self.heads, -1)
+        take = keep[:, None, None].expand_as(ids)
+        return self.ops.assign_slots(
+            ids, take, self.slot_of_block, self.block_of_slot, self.last_selected, self.clock
+        )
+
+    def forget(self, row: int, first_block: int) -> None:
+        """Evict the blocks of one sequence from `first_block` on: the tail took them back."""
+        self.slot_of_block[row, :, first_block:] = -1
+        gone = self.block_of_slot[row] >= first_block
+        self.block_of_slot[row].masked_fill_(gone, -1)
+        self.last_selected[row].masked_fill_(gone, -1)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation."""
+        self.slot_of_block = fn(self.slot_of_block)
+        self.block_of_slot = fn(self.block_of_slot)
+        self.last_selected = fn(self.last_selected)

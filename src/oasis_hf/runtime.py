@@ -1,0 +1,113 @@
+"""The forward pre-hook that a cache puts on its model: pieces of prompts, repair of re-fed tokens.
+
+Transformers ignores `prefill_chunk_size` under assisted decoding, and feeds the whole prompt again
+to a cache that already holds part of it: under assisted decoding in every supported version, and
+with `prefill_chunk_size` before 5.23. The hook sees both and sets them right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .compat import cache_of
+from .handle import take_pending
+
+if TYPE_CHECKING:
+    from .cache import OasisCache
+
+
+class ForwardHook:
+    """One public torch forward pre-hook; acts only on forwards that carry its own cache."""
+
+    def __init__(self, model: torch.nn.Module, cache: OasisCache) -> None:
+        self._cache = weakref.ref(cache)
+        self._inside = False
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Take the hook off the model."""
+        self._handle.remove()
+
+    def __call__(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Adjust one forward call of `model`."""
+        cache = self._cache()
+        if cache is None or cache_of(kwargs) is not cache:
+            return None
+        take_pending()
+        if self._inside:
+            return None
+        if len(args) == 1 and isinstance(args[0], Tensor):
+            args, kwargs = (), dict(kwargs, input_ids=args[0])
+        if args or not isinstance(kwargs.get("input_ids"), Tensor):
+            return None
+        kwargs = dict(kwargs)
+        first_round = cache.first_round
+        self._drop_cached(cache, kwargs, check_positions=first_round)
+        rows, keep = kwargs["input_ids"].shape[1], kwargs.get("logits_to_keep", 0)
+        keep = keep if isinstance(keep, int) else 0
+        if rows > 1 and keep == 1:
+            cache.prompt_expected = True
+        self._feed_pieces(model, cache, kwargs, keep)
+        cache.first_round = first_round
+        return args, kwargs
+
+    def _drop_cached(
+        self, cache: OasisCache, kwargs: dict[str, Any], check_positions: bool
+    ) -> None:
+        """Remove leading tokens that the cache holds already."""
+        past, rows = cache.get_seq_length(), kwargs["input_ids"].shape[1]
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        start = past
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            start = mask.shape[1] - rows
+        elif mask is None and check_positions and past and isinstance(positions, Tensor):
+            start = int(positions[..., 0].max())
+        if not 0 <= start < past:
+            return
+        again = past - start
+        if again >= rows:
+            cache.crop(-again)
+            return
+        kwargs["input_ids"] = kwargs["input_ids"][:, again:]
+        if isinstance(positions, Tensor):
+            kwargs["position_ids"] = positions[..., again:]
+
+    def _feed_pieces(
+        self, model: torch.nn.Module, cache: OasisCache, kwargs: dict[str, Any], keep: int
+    ) -> None:
+        """Run all of a long prompt but its last piece, which keeps the rows whose logits count."""
+        size = cache.oasis_config.prefill_chunk_size
+        ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
+        wants_all = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+        if size is None or not keep or wants_all or ids.shape[1] <= size:
+            return
+        mask, done, total = kwargs.get("attention_mask"), 0, ids.shape[1]
+        past = cache.get_seq_length()
+        self._inside = True
+        try:
+            while total - done > max(size, keep):
+                end = min(done + size, total - keep)
+                piece = dict(kwargs, input_ids=ids[:, done:end], logits_to_keep=1)
+                if isinstance(positions, Tensor):
+                    piece["position_ids"] = positions[..., done:end]
+                if isinstance(mask, Tensor):
+                    piece["attention_mask"] = mask[:, : past + end]
+                cache.prompt_expected = True
+                model(**piece)
+                # A sliding layer that records its past keeps everything until a crop, and would
+                # outgrow the mask of the next piece.
+                if any(getattr(layer, "record_past", False) for layer in cache.layers):
+                    cache.crop(0)
+                done = end
+        finally:
+            self._inside = False
+        kwargs["input_ids"] = ids[:, done:]
+        if isinstance(positions, Tensor):
+            kwargs["position_ids"] = positions[..., done:]
+        cache.prompt_expected = True

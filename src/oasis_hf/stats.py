@@ -1,0 +1,168 @@
+"""Counters on the device, and the report made of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .residency import StepPlan
+
+COUNTS = ("steps", "wanted", "hits", "now", "later", "turnover", "filled")
+
+
+class LayerCounters:
+    """Sums over steps, heads and sequences, kept on the device so that no step waits for them."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def _add(self, device: torch.device, **values: Tensor | int) -> None:
+        if self.sums is None:
+            self.sums = torch.zeros(len(COUNTS), dtype=torch.long, device=device)
+        for name, value in values.items():
+            self.sums[COUNTS.index(name)] += value
+
+    def step(self, plan: StepPlan) -> None:
+        """Count one sparse step."""
+        self._add(
+            plan.ids.device,
+            steps=1,
+            wanted=plan.wanted.sum(),
+            hits=(plan.hits >= 0).sum(),
+            now=(plan.now >= 0).sum(),
+            later=(plan.later >= 0).sum(),
+            turnover=plan.turnover.sum(),
+        )
+
+    def fill(self, plan: StepPlan) -> None:
+        """Count the first fill after a prompt."""
+        self._add(plan.ids.device, filled=(plan.now >= 0).sum())
+
+    def read(self) -> dict[str, int]:
+        """The sums; waits for the device."""
+        values = [0] * len(COUNTS) if self.sums is None else self.sums.tolist()
+        return dict(zip(COUNTS, values, strict=True))
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds and did. Shares are of the blocks wanted, over all steps and layers.
+
+    Attributes:
+        context_tokens: tokens given, padding included.
+        batch_size: sequences.
+        sparse_layers: offloaded layers.
+        native_layers: layers that Transformers' own cache layers serve (sliding, linear, shared).
+        budget_tokens: tokens chosen per KV head and step, besides the tail.
+        resident_tokens: slots per KV head, in tokens.
+        steps: sparse forwards.
+        hit_rate: wanted blocks that were resident.
+        fetched_now: wanted blocks fetched before attention (exposed).
+        admitted: wanted blocks fetched in the background, for the next step.
+        refused: wanted blocks that the cap left out.
+        turnover: wanted blocks that the step before did not want.
+        bytes_fetched: bytes that crossed from the full store, the first fill included.
+        bytes_filled: of these, the first fill after a prompt.
+        rounds: verifications of drafts.
+        drafted: drafts verified.
+        accepted: drafts accepted.
+        hbm_bytes: working set in fast memory: pool, tail, index and tables.
+        index_bytes: of these, the index.
+        native_bytes: K and V that native layers hold.
+        host_bytes: the full store.
+        full_kv_bytes: what a dense cache would hold for the same tokens in these layers.
+        note: what a reader should know first.
+    """
+
+    context_tokens: int
+    batch_size: int
+    sparse_layers: int
+    native_layers: int
+    budget_tokens: int
+    resident_tokens: int
+    steps: int
+    hit_rate: float
+    fetched_now: float
+    admitted: float
+    refused: float
+    turnover: float
+    bytes_fetched: int
+    bytes_filled: int
+    rounds: int
+    drafted: int
+    accepted: int
+    hbm_bytes: int
+    index_bytes: int
+    native_bytes: int
+    host_bytes: int
+    full_kv_bytes: int
+    note: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value of each line of the report."""
+        shares = [
+            f"{self.hit_rate:.1%} hit",
+            f"{self.fetched_now:.1%} fetched before attention",
+            f"{self.admitted:.1%} in the background",
+            f"{self.refused:.1%} refused by the cap",
+        ]
+        lines = [
+            ("context", f"{self.context_tokens:,} tokens x {self.batch_size}"),
+            (
+                "layers",
+                f"{self.sparse_layers} offloaded, {self.native_layers} left to Transformers",
+            ),
+            (
+                "working set",
+                f"{self.budget_tokens:,} tokens attended, {self.resident_tokens:,} resident "
+                "(per KV head, besides the tail)",
+            ),
+            ("sparse steps", f"{self.steps:,}"),
+        ]
+        if self.steps:
+            lines.append(("wanted blocks", ", ".join(shares)))
+            lines.append(("turnover", f"{self.turnover:.1%} of the choice changes per step"))
+            per_step = (self.bytes_fetched - self.bytes_filled) / self.steps
+            lines.append(
+                (
+                    "moved",
+                    f"{_size(self.bytes_filled)} first fill, then {_size(per_step)} per step",
+                )
+            )
+        if self.rounds:
+            rate = self.accepted / max(1, self.drafted)
+            lines.append(
+                (
+                    "drafts",
+                    f"{self.accepted}/{self.drafted} accepted ({rate:.0%}) in {self.rounds} rounds",
+                )
+            )
+        lines += [
+            ("fast memory", f"{_size(self.hbm_bytes)}, index {_size(self.index_bytes)} of it"),
+            ("full KV", f"{_size(self.full_kv_bytes)}, in host memory {_size(self.host_bytes)}"),
+        ]
+        if self.native_bytes:
+            lines.append(("native layers", f"{_size(self.native_bytes)} in fast memory"))
+        return [*lines, ("note", self.note)]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def _size(count: float) -> str:
+    """Bytes in the largest unit that keeps at least one digit before the point."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,69 @@
+"""Which models the cache serves, and which cache layer each model layer gets."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from . import compat
+from .config import OasisConfig, OasisConfigError
+from .handle import OasisUnsupportedError
+from .layer import OasisLayer
+from .ledger import PaddingLedger
+from .native import DenseLayer
+
+
+def refusal(config: PreTrainedConfig) -> str | None:
+    """Why a model with this config cannot be served, or None; bypasses show only when it runs."""
+    text = compat.text_config(config)
+    kind = getattr(config, "model_type", "model")
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{kind}: encoder-decoder models are not supported"
+    if getattr(text, "kv_lora_rank", None):
+        return f"{kind}: multi-head latent attention caches latents, not K and V"
+    if getattr(text, "is_causal", True) is False:
+        return f"{kind}: attention is not causal"
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        return f"{kind}: chunked attention is not implemented"
+    layers = compat.native_layers(config)
+    for number, layer in enumerate(layers):
+        known = (
+            compat.is_full_attention(layer)
+            or compat.is_sliding(layer)
+            or compat.is_linear(layer)
+            or compat.is_placeholder(layer)
+        )
+        if not known:
+            return f"{kind}: layer {number} needs a {type(layer).__name__}, which is not supported"
+    if not any(compat.is_full_attention(layer) for layer in layers):
+        return f"{kind}: no layer has full attention, so there is nothing to offload"
+    return None
+
+
+def build_layers(
+    model_config: PreTrainedConfig, config: OasisConfig, ledger: PaddingLedger
+) -> list[Any]:
+    """The layers of a cache: offloaded where attention is full, Transformers' own elsewhere.
+
+    Raises:
+        OasisUnsupportedError: the model cannot be served, with the reason.
+        OasisConfigError: `dense_layers` names a layer that does not exist.
+    """
+    reason = refusal(model_config)
+    if reason is not None:
+        raise OasisUnsupportedError(reason)
+    layers = compat.native_layers(model_config)
+    wrong = [number for number in config.dense_layers if number >= len(layers)]
+    if wrong:
+        raise OasisConfigError(
+            f"dense_layers: got {wrong}, expected numbers below {len(layers)}, the model's layers"
+        )
+    ours = [n for n, layer in enumerate(layers) if compat.is_full_attention(layer)]
+    offloaded = [n for n in ours if n not in config.dense_layers]
+    for number in ours:
+        leads = number == ours[0]
+        if number in offloaded:
+            left = len(offloaded) - offloaded.index(number)
+            layers[number] = OasisLayer(config, number, ledger, leads, store_layers=left)
+        else:
+            layers[number] = DenseLayer(number, ledger, leads)
+    return layers
