@@ -113,9 +113,8 @@ def oasis_attention(
     _check(module, layer, pending, attention_mask, kwargs)
     new, rows = pending is layer, query.shape[2]
     valid = None
-    if isinstance(attention_mask, OasisMask):
-        if attention_mask.real is not None:
-            valid = _rows_of(attention_mask.real, layer, rows, new)
+    if isinstance(attention_mask, OasisMask) and attention_mask.real is not None:
+        valid = _rows_of(attention_mask.real, layer, rows, new)
     if new and layer.leads:
         layer.ledger.append(valid, query.shape[0], rows, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -128,9 +127,9 @@ def _rows_of(real: Tensor, layer: Offloaded, rows: int, new: bool) -> Tensor:
     expected = layer.columns + rows if new else layer.columns
     if real.shape[1] != expected:
         raise ValueError(
-            f"attention_mask: got {real.shape[1]} columns, expected {expected}: {expected - rows} in "
-            f"the cache and {rows} new; pass only the tokens that the cache does not hold, with a "
-            "mask over all of them"
+            f"attention_mask: got {real.shape[1]} columns, expected {expected}: {expected - rows} "
+            f"in the cache and {rows} new; pass only the tokens that the cache does not hold, with "
+            "a mask over all of them"
         )
     return real[:, -rows:]
 

@@ -75,8 +75,8 @@ class OasisCache(compat.Cache):
             weakref.finalize(self, self.hook.remove)
         elif self.oasis_config.prefill_chunk_size is not None:
             raise OasisConfigError(
-                "prefill_chunk_size: needs OasisCache(model, ...), got only a config; pass the model, "
-                "or prefill_chunk_size to generate"
+                "prefill_chunk_size: needs OasisCache(model, ...), got only a config; pass the "
+                "model, or prefill_chunk_size to generate"
             )
 
     # ---- Transformers' cache contract ----------------------------------------------------------
@@ -138,7 +138,8 @@ class OasisCache(compat.Cache):
             )
         if -count > held:
             raise ValueError(
-                f"crop: got {count}, but the cache holds {held} tokens; use cache.reset() to empty it"
+                f"crop: got {count}, but the cache holds {held} tokens; use cache.reset() to "
+                "empty it"
             )
         if self._verified:
             self.rounds += 1

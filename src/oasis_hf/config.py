@@ -30,7 +30,7 @@ class OasisConfig:
         reduction: how the query rows of a KV head are combined: "mean" of their softmax, or
             "max" of their logits (the paper's).
         on_miss: a wanted block that is not resident is skipped this step ("skip"), fetched before
-            attention ("fetch"), or fetched if its estimated share of the attention exceeds a number.
+            attention ("fetch"), or fetched if its estimated share of attention exceeds a number.
         fetch_cap: blocks fetched in the background per head and step, as a share of the budget;
             None for no limit; "auto" for the default share.
         dense_layers: layers that keep all K and V on the device and attend to everything.
@@ -67,8 +67,8 @@ class OasisConfig:
         size = self.block_size
         if size < 1 or size & (size - 1):
             raise OasisConfigError(
-                f"block_size: got {size}, expected a power of two such as 16; smaller blocks choose "
-                "finer and transfer less efficiently"
+                f"block_size: got {size}, expected a power of two such as 16; smaller blocks "
+                "choose finer and transfer less efficiently"
             )
         if self.budget < size:
             raise OasisConfigError(
@@ -78,8 +78,8 @@ class OasisConfig:
         if self.budget % size:
             low = self.budget // size * size
             raise OasisConfigError(
-                f"budget: got {self.budget}, expected a multiple of block_size {size}; use {low} or "
-                f"{low + size}"
+                f"budget: got {self.budget}, expected a multiple of block_size {size}; use {low} "
+                f"or {low + size}"
             )
         if not 0 <= self.sink_tokens <= self.budget:
             raise OasisConfigError(
@@ -90,7 +90,9 @@ class OasisConfig:
         if self.max_rows < 1:
             raise OasisConfigError(f"max_rows: got {self.max_rows}, expected 1 or more")
         chunk = self.prefill_chunk_size
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        if chunk is not None and (
+            isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1
+        ):
             raise OasisConfigError(
                 f"prefill_chunk_size: got {chunk!r}, expected a positive number of tokens or None"
             )
@@ -103,8 +105,8 @@ class OasisConfig:
     def _check_choices(self) -> None:
         if isinstance(self.index, str) and self.index not in INDEX_NAMES:
             raise OasisConfigError(
-                f"index: got {self.index!r}, expected one of {', '.join(INDEX_NAMES)}, or a subclass "
-                "of oasis_hf.Index"
+                f"index: got {self.index!r}, expected one of {', '.join(INDEX_NAMES)}, or a "
+                "subclass of oasis_hf.Index"
             )
         for name, choices in (("backend", BACKENDS), ("reduction", REDUCTIONS)):
             value = getattr(self, name)
@@ -135,7 +137,7 @@ class OasisConfig:
         for layer in self.dense_layers:
             if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
                 raise OasisConfigError(
-                    f"dense_layers: got {self.dense_layers!r}, expected layer numbers such as (0, 1)"
+                    f"dense_layers: got {self.dense_layers!r}, expected layer numbers like (0, 1)"
                 )
 
     @property

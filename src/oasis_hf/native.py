@@ -22,6 +22,8 @@ class DenseLayer(DynamicLayer):
 
     def __init__(self, layer_idx: int, ledger: PaddingLedger, leads: bool) -> None:
         super().__init__()
+        self.keys: Tensor | None
+        self.values: Tensor | None
         self.layer_idx, self.ledger, self.leads = layer_idx, ledger, leads
 
     @property
@@ -55,7 +57,12 @@ class DenseLayer(DynamicLayer):
         real = self.ledger.real()
         if real is not None:
             real = real.to(query.device)
-        return dense_attention(query, self.keys, self.values, real, scaling)
+        return dense_attention(query, *self.held(), real, scaling)
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """All K and V `[B, H, L, D]`, padding included."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def drop(self, columns: int, tokens: "int | torch.Tensor") -> None:
         """Take back the newest columns."""

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 import torch
+
 from oasis_kernels import BACKENDS, backend
 
 from .config import OasisConfigError

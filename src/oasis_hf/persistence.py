@@ -106,8 +106,8 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
         header = file.metadata() or {}
         if header.get("format") != FORMAT:
             raise SavedCacheError(
-                f"saved cache: got format {header.get('format')!r}, expected {FORMAT!r}; {path} was "
-                "not written by OasisCache.save of this version"
+                f"saved cache: got format {header.get('format')!r}, expected {FORMAT!r}; {path} "
+                "was not written by OasisCache.save of this version"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     chosen = json.loads(header["options"]) | options
@@ -175,8 +175,9 @@ def fork(cache: OasisCache, **options: Any) -> OasisCache:
                 new.adopt(k, v, old.lengths, old.columns)
         elif isinstance(old, DenseLayer) and isinstance(new, DenseLayer):
             if old.is_initialized:
-                new.lazy_initialization(old.keys, old.values)
-                new.keys, new.values = old.keys.clone(), old.values.clone()
+                new.lazy_initialization(*old.held())
+                old_k, old_v = old.held()
+                new.keys, new.values = old_k.clone(), old_v.clone()
         else:
             other.layers[number] = copy.deepcopy(old)
     return other

@@ -29,9 +29,7 @@ def summarise(cache: OasisCache) -> CacheStats:
     fast = sum(layer.pool.nbytes + layer.tail.nbytes for layer in layers)
     index = sum(layer.index.nbytes for layer in layers)
     tables = sum(layer.residency.nbytes for layer in layers)
-    full = sum(
-        layer.batch_size * layer.columns * layer.geometry.token_bytes for layer in layers
-    )
+    full = sum(layer.batch_size * layer.columns * layer.geometry.token_bytes for layer in layers)
     native = [x for x in cache.layers if x not in cache.offloaded]
     host = sum(layer.store.nbytes for layer in layers)
     steps = max((layer.counters.read()["steps"] for layer in layers), default=0)
@@ -77,8 +75,8 @@ def _note(cache: OasisCache, steps: int, fast: int, full: int) -> str:
     tail = cache.offloaded[0].tail.places if cache.offloaded else 0
     if context <= budget + tail:
         return (
-            f"sparsity never engaged: the context fits the budget of {budget} tokens and the tail, so "
-            "the answer is dense attention's; a plain DynamicCache would do"
+            f"sparsity never engaged: the context fits the budget of {budget} tokens and the tail, "
+            "so the answer is dense attention's; a plain DynamicCache would do"
         )
     if fast >= full:
         return (

@@ -90,9 +90,7 @@ class Residency:
         grown[..., :old] = table[..., :old]
         self.slot_of_block = grown
 
-    def step(
-        self, score: Tensor, count: int, now_above: float, later_cap: int
-    ) -> StepPlan:
+    def step(self, score: Tensor, count: int, now_above: float, later_cap: int) -> StepPlan:
         """Choose the `count` best blocks and plan what has to move.
 
         Args:

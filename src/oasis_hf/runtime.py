@@ -43,7 +43,8 @@ class ForwardHook:
         if self._inside:
             return None
         if len(args) == 1 and isinstance(args[0], Tensor):
-            args, kwargs = (), dict(kwargs, input_ids=args[0])
+            kwargs = dict(kwargs, input_ids=args[0])
+            args = ()
         if args or not isinstance(kwargs.get("input_ids"), Tensor):
             return None
         kwargs = dict(kwargs)

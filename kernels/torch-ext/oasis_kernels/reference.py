@@ -215,9 +215,7 @@ def plan_step(
     now = wanted & ~hit & (score > now_above)
     later = wanted & ~hit & ~now
     later = later & (later.cumsum(-1) <= later_cap)
-    given = assign_slots(
-        ids, now | later, slot_of_block, block_of_slot, last_selected, clock
-    )
+    given = assign_slots(ids, now | later, slot_of_block, block_of_slot, last_selected, clock)
     return (
         torch.where(hit, slot, -1),
         torch.where(now, given, -1),

@@ -8,8 +8,7 @@ from .minmax import MinMaxIndex
 from .simple import MeanKeyIndex, OracleIndex, StreamingIndex
 
 INDEXES: dict[str, type[Index]] = {
-    cls.name: cls
-    for cls in (Keys2BitIndex, MinMaxIndex, MeanKeyIndex, StreamingIndex, OracleIndex)
+    cls.name: cls for cls in (Keys2BitIndex, MinMaxIndex, MeanKeyIndex, StreamingIndex, OracleIndex)
 }
 
 
@@ -23,7 +22,9 @@ def index_class(index: Any) -> type[Index]:
         return INDEXES[index]
     if isinstance(index, type) and issubclass(index, Index):
         return index
-    raise TypeError(f"index: got {index!r}, expected one of {sorted(INDEXES)} or a subclass of Index")
+    raise TypeError(
+        f"index: got {index!r}, expected one of {sorted(INDEXES)} or a subclass of Index"
+    )
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The interface of an index: a compact summary of all keys that ranks blocks without reading them."""
+"""The interface of an index: a compact summary of all keys that ranks blocks unread."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Index(ABC):
 
     @abstractmethod
     def encode(self, keys: Tensor) -> dict[str, Tensor]:
-        """Summarise full groups: keys `[B, H, n, g, D]` to tensors `[B, H, n, ...]`, 4-D or more."""
+        """Summarise full groups: keys `[B, H, n, g, D]` to 4-D or larger `[B, H, n, ...]`."""
 
     @abstractmethod
     def block_logits(self, query: Tensor, live: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""All keys at two bits, behind their own coarse bounds: near-oracle ranking at 2.5 bits a key element."""
+"""All keys at two bits, behind their own coarse bounds: 2.5 bits per key element."""
 
 import torch
 from torch import Tensor

@@ -43,7 +43,7 @@ class ResidentPool:
 
 
 class Tail:
-    """A ring of the newest tokens, the only place of unverified ones; position p sits at p mod R."""
+    """A ring of the newest tokens, unverified ones included; position p sits at p mod R."""
 
     def __init__(
         self,

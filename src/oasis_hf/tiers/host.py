@@ -26,7 +26,9 @@ class HostStore:
     a spill block that takes masked-out writes.
     """
 
-    def __init__(self, geometry: LayerGeometry, batch: int, dtype: torch.dtype, backend: str) -> None:
+    def __init__(
+        self, geometry: LayerGeometry, batch: int, dtype: torch.dtype, backend: str
+    ) -> None:
         self.geometry, self.batch, self.dtype = geometry, batch, dtype
         self.ops = kernels(backend, torch.device("cpu"))
         self.slabs: list[Tensor] = []

@@ -1,0 +1,203 @@
+"""Where all K and V of one layer are, and how they move between tail, store, index and pool."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .config import OasisConfig
+from .geometry import LayerGeometry, ceil_div, round_up
+from .index import index_class
+from .ops import kernels
+from .residency import Residency
+from .tiers import HostStore, ResidentPool, Tail
+
+
+class LayerStorage:
+    """The parts of one layer and the moves between them.
+
+    A token enters the tail; once its index group is full and verified, the group goes to the store,
+    is indexed, and its blocks become resident. Sequences are stored without their padding: token i
+    of a row is its i-th real token, so that a padded row is the same as the row alone.
+
+    Attributes:
+        lengths: `[B]` tokens of each sequence.
+        committed: `[B]` of these, tokens that left the tail for the store; a multiple of the group.
+        columns: tokens given, padding included; a host number.
+        fresh: newest columns that are certainly still in the tail; a host number.
+        cold: whether the resident set is to be filled anew, after a prompt.
+        recording: whether drafts may be cropped after a forward; set by the cache.
+    """
+
+    config: OasisConfig
+    store_layers: int
+    columns: int
+    recording: bool
+
+    def build(self, key: Tensor, value: Tensor) -> None:
+        """Create all parts for K `[B, H, T, Dk]` and V `[B, H, T, Dv]` like these."""
+        config, device = self.config, key.device
+        self.dtype, self.device = key.dtype, device
+        self.batch_size, heads = key.shape[:2]
+        index = index_class(config.index)
+        self.geometry = LayerGeometry.plan(
+            kv_heads=heads,
+            k_dim=key.shape[-1],
+            v_dim=value.shape[-1],
+            itemsize=key.element_size(),
+            block=config.block_size,
+            group=index.group_tokens(config.block_size),
+            budget=config.budget,
+            head_room=config.head_room,
+            recent=config.recent_tokens,
+            rows=config.max_rows,
+        )
+        self.ops = kernels(config.backend, device)
+        shape = (self.geometry, self.batch_size, self.dtype)
+        self.store = HostStore(*shape, config.backend)
+        self.pool = ResidentPool(*shape, device, self.ops)
+        self.tail = Tail(*shape, device, self.ops)
+        self.residency = Residency(self.geometry, self.batch_size, device, self.ops)
+        self.index = index(config.block_size, config.budget_blocks, config.reduction, self.ops)
+        self.index.allocate(self.batch_size, heads, key)
+        self.lengths = torch.zeros(self.batch_size, dtype=torch.long, device=device)
+        self.committed = torch.zeros_like(self.lengths)
+        self.cold = True
+        self.fresh = 0
+
+    def reserve(self, rows: int) -> None:
+        """Make room for the new tokens in every part that grows."""
+        group = self.geometry.group
+        need = round_up(self.columns + rows, group) // self.geometry.block
+        self.store.ensure(need, self.store_layers)
+        self.index.ensure(self.store.blocks)
+        self.residency.ensure(self.index.capacity)
+        self.columns += rows
+
+    def flush(self) -> None:
+        """Move the oldest full group of the tail into store, index and pool.
+
+        Everything in the tail at the start of a forward is verified: rejected drafts were cropped.
+        """
+        g = self.geometry
+        per_group = g.group // g.block
+        full = self.lengths - self.committed >= g.group + self.config.recent_tokens
+        k, v = self.tail.read(self.committed, g.group)
+        blocks_k, blocks_v = (t.unflatten(2, (per_group, g.block)) for t in (k, v))
+        offset = torch.arange(per_group, device=self.device)
+        blocks = self.committed[:, None] // g.block + offset
+        self.store.write(blocks, blocks_k, blocks_v, full)
+        self.index.write(self.committed // g.group, k, full)
+        kept = min(per_group, g.slots)
+        slots = self.residency.admit(blocks[:, -kept:], full)
+        self.pool.write(slots, blocks_k[:, :, -kept:], blocks_v[:, :, -kept:])
+        self.committed += torch.where(full, g.group, 0)
+
+    def fetch(self, ids: Tensor, slots: Tensor) -> None:
+        """Copy blocks `[B, H, m]` from the store to slots (-1: none)."""
+        k, v = self.store.gather(torch.where(slots >= 0, ids, -1))
+        self.pool.write(slots, k, v)
+
+    def history(self, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The first tokens of each sequence, read back from store and tail.
+
+        Args:
+            lengths: tokens wanted of each sequence.
+
+        Returns:
+            k `[B, H, L, Dk]`, v `[B, H, L, Dv]` with L the longest, and valid `[B, L]` or None if
+            all sequences are as long. Rows past a sequence's length are zeros.
+        """
+        longest = max(lengths)
+        g = self.geometry
+        shape = (self.batch_size, g.kv_heads, longest)
+        k = torch.zeros(*shape, g.k_dim, dtype=self.dtype, device=self.device)
+        v = torch.zeros(*shape, g.v_dim, dtype=self.dtype, device=self.device)
+        for rows, committed, length in self._runs(lengths):
+            stored = min(committed, length)
+            if stored:
+                blocks = self.store.read_range(rows, 0, ceil_div(stored, g.block))
+                for target, part in zip((k, v), blocks, strict=True):
+                    target[rows, :, :stored] = part.flatten(2, 3)[:, :, :stored]
+            place = torch.arange(stored, length, device=self.device) % self.tail.places
+            for target, ring in ((k, self.tail.k), (v, self.tail.v)):
+                target[rows, :, stored:length] = ring[rows][:, :, place]
+        if min(lengths) == longest:
+            return k, v, None
+        limit = torch.tensor(lengths, device=self.device)
+        return k, v, torch.arange(longest, device=self.device)[None] < limit[:, None]
+
+    def _runs(self, lengths: list[int]) -> list[tuple[slice, int, int]]:
+        """Sequences that can be handled together: (rows, committed, length)."""
+        committed = self.committed.tolist()
+        if len(set(lengths)) == 1 and len(set(committed)) == 1:
+            return [(slice(0, self.batch_size), committed[0], lengths[0])]
+        return [
+            (slice(row, row + 1), done, length)
+            for row, (done, length) in enumerate(zip(committed, lengths, strict=True))
+        ]
+
+    def extend(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Store many tokens at once: full groups to the store and index, the rest to the tail."""
+        keep = self.config.recent_tokens
+        if self.recording:
+            keep = max(keep, self.config.max_rows)
+        for rows, committed, length in self._runs(self.lengths.tolist()):
+            for part in [rows] if valid is None else _single(rows):
+                k, v = key[part], value[part]
+                if valid is not None:
+                    real = valid[part.start]
+                    k, v = k[:, :, real], v[:, :, real]
+                self._extend_rows(part, committed, length, k, v, keep)
+        self.cold = True
+        self.fresh = 0
+
+    def _extend_rows(
+        self, rows: slice, committed: int, length: int, k: Tensor, v: Tensor, keep: int
+    ) -> None:
+        g = self.geometry
+        held = torch.arange(committed, length, device=self.device) % self.tail.places
+        k = torch.cat([self.tail.k[rows][:, :, held], k], 2)
+        v = torch.cat([self.tail.v[rows][:, :, held], v], 2)
+        total = k.shape[2]
+        moved = max(0, total - keep) // g.group * g.group
+        if moved:
+            blocks_k, blocks_v = (t[:, :, :moved].unflatten(2, (-1, g.block)) for t in (k, v))
+            self.store.write_range(rows, committed // g.block, blocks_k, blocks_v)
+            groups = k[:, :, :moved].unflatten(2, (-1, g.group))
+            self.index.write_range(rows, committed // g.group, groups)
+        place = torch.arange(committed + moved, committed + total, device=self.device)
+        place = place % self.tail.places
+        self.tail.k[rows, :, place] = k[:, :, moved:]
+        self.tail.v[rows, :, place] = v[:, :, moved:]
+        self.lengths[rows] = committed + total
+        self.committed[rows] = committed + moved
+
+    def reopen(self) -> None:
+        """Bring the last group back into the tail where tokens that had left it were removed."""
+        g = self.geometry
+        pairs = zip(self.lengths.tolist(), self.committed.tolist(), strict=True)
+        for row, (length, committed) in enumerate(pairs):
+            if length >= committed:
+                continue
+            start = length // g.group * g.group
+            rows = slice(row, row + 1)
+            if length > start:
+                k, v = self.store.read_range(rows, start // g.block, ceil_div(length, g.block))
+                place = torch.arange(start, length, device=self.device) % self.tail.places
+                for ring, part in ((self.tail.k, k), (self.tail.v, v)):
+                    tokens = part.flatten(2, 3)[:, :, : length - start].to(self.device)
+                    ring[rows, :, place] = tokens
+            self.committed[row] = start
+            self.residency.forget(row, start // g.block)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation to every part."""
+        for part in (self.store, self.pool, self.tail, self.index, self.residency):
+            part.map_batch(fn)
+        self.lengths, self.committed = fn(self.lengths), fn(self.committed)
+        self.batch_size = self.lengths.shape[0]
+
+
+def _single(rows: slice) -> list[slice]:
+    return [slice(row, row + 1) for row in range(rows.start, rows.stop)]
