@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.document:
         document, questions = options.document.read_text(), options.question
     else:
-        document = prose()[: 3_000 if options.small else 12_000]
+        document = prose()[: 2_000 if options.small else 12_000]
         for fact in FACTS:
             document = fact.hide_in(document)
         questions = options.question or [fact.question for fact in FACTS]

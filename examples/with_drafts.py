@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     draft.generation_config.assistant_confidence_threshold = 0.0
 
     # 2. A prompt whose answer repeats words of the question, which prompt lookup can draft.
-    context = 640 if options.small else 2048
+    context = 384 if options.small else 2048
     ids = needle_prompt(tokenizer, context, 0.5, "Vienna", 48153, prose()).to(model.device)
 
     # 3. The same request three ways, each with a fresh cache.
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         output = model.generate(
             ids,
             past_key_values=cache,
-            max_new_tokens=16 if options.small else 32,
+            max_new_tokens=24 if options.small else 32,
             do_sample=False,
             **extra,
         )

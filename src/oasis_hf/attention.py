@@ -10,7 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .handle import OasisLength, OasisUnsupportedError, layer_of, take_pending
+from . import compat
+from .handle import BYPASS, OasisLength, OasisUnsupportedError, layer_of, take_pending
 from .layer import OasisLayer
 from .native import DenseLayer
 
@@ -21,9 +22,21 @@ REFUSED = ("s_aux", "softcap", "position_bias", "indices", "block_indices")
 """Arguments that change the attention itself and that no backend here implements."""
 
 
+class _MaskError(OasisUnsupportedError, AttributeError):
+    """A model works on the mask itself; an AttributeError too, so that `hasattr` answers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model works on the attention mask itself before Transformers' attention interface "
+            "gets it; OasisCache cannot serve this model"
+        )
+
+
 @dataclass(frozen=True)
 class OasisMask:
     """Plain causal attention over an `OasisCache`: no matrix, just which columns are real.
+
+    A model that bypasses the attention interface treats it as a tensor, which is an error here.
 
     Attributes:
         columns: length of the context, the new rows included.
@@ -36,6 +49,25 @@ class OasisMask:
     def to(self, *args: Any, **kwargs: Any) -> "OasisMask":
         """The mask on another device."""
         return self if self.real is None else replace(self, real=self.real.to(*args, **kwargs))
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _MaskError
+
+    def __getattr__(self, name: str) -> Any:
+        raise _MaskError
+
+    def __getitem__(self, index: Any) -> "OasisMask":
+        """The mask of the last query rows; how many they are, the query itself tells.
+
+        Gemma 4 takes them (since 5.24) for the layers that share the K and V of another one.
+        """
+        match index:
+            case (slice() as batch, slice() as heads, slice() as rows, slice() as columns):
+                whole = batch == heads == columns == slice(None)
+                if whole and rows.stop is None and rows.step is None and (rows.start or 0) <= 0:
+                    return self
+        raise _MaskError
 
 
 def oasis_mask(
@@ -53,12 +85,24 @@ def oasis_mask(
 
     The signature is Transformers' mask interface. A mask that is not plainly causal (packed
     sequences, bidirectional prefixes) is built in full, and refused later by an offloaded layer.
+
+    Raises:
+        OasisUnsupportedError: the mask is for a model that attention "oasis" does not reach.
     """
+    config = kwargs.get("config")
+    if config is not None and compat.bypasses_attention(config):
+        raise OasisUnsupportedError(f"{config.model_type}: {BYPASS}")
     plain = local_size is None and mask_function is causal_mask_function
     if isinstance(kv_length, OasisLength) and plain:
         return OasisMask(int(kv_length), attention_mask)
-    if isinstance(kv_length, OasisLength):
+    ours = isinstance(kv_length, OasisLength)
+    if ours or (config is not None and compat.slices_masks(config)):
         kwargs["allow_is_causal_skip"] = False
+    if not ours and config is not None and compat.refuses_sdpa(config):
+        raise OasisUnsupportedError(
+            f"{config.model_type}: with a cache other than OasisCache, attention 'oasis' is sdpa, "
+            "which this model does not support; load it with another attention implementation"
+        )
     return sdpa_mask(
         batch_size,
         q_length,
@@ -91,7 +135,7 @@ def oasis_attention(
         OasisUnsupportedError: the model changes K or V after storing them, or asks for an attention
             that is not implemented.
     """
-    layer: Offloaded | None = layer_of(key)
+    layer: Offloaded | None = layer_of(key, value)
     pending = take_pending()
     name = type(module).__name__
     for argument in REFUSED:
@@ -112,10 +156,16 @@ def oasis_attention(
         )
     _check(module, layer, pending, attention_mask, kwargs)
     new, rows = pending is layer, query.shape[2]
+    if new and key.shape[2] != rows:
+        raise OasisUnsupportedError(
+            f"{name}: {key.shape[2]} new K and V for {rows} queries; cross-attention is not supported"
+        )
     valid = None
     if isinstance(attention_mask, OasisMask) and attention_mask.real is not None:
-        valid = _rows_of(attention_mask.real, layer, rows, new)
-    if new and layer.leads:
+        valid = _rows_of(attention_mask.real, layer, key.shape[2], new)
+    if layer.ledger.frozen:
+        valid = layer.ledger.static
+    elif new and layer.leads:
         layer.ledger.append(valid, query.shape[0], rows, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layer.attend(query, key, value, valid, scale, new)
@@ -154,7 +204,12 @@ def _check(
         raise OasisUnsupportedError(
             f"{name}: a sliding window on a layer whose cache is not sliding is not implemented"
         )
-    if mask is not None and not isinstance(mask, OasisMask):
+    if mask is None:
+        raise OasisUnsupportedError(
+            f"{name}: no mask reached an OasisCache layer, so padding would go unnoticed; the model "
+            "does not build its masks with Transformers' create_causal_mask"
+        )
+    if not isinstance(mask, OasisMask):
         raise OasisUnsupportedError(
             f"{name}: a custom mask (4D, packed sequences, or a bidirectional prefix) reached an "
             "OasisCache layer; pass a 2D attention_mask of ones and zeros"

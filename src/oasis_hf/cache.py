@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from . import compat, persistence
 from .attention import NAME
 from .config import OasisConfig, OasisConfigError
+from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
 from .index import index_class
 from .layer import OasisLayer
@@ -69,10 +70,13 @@ class OasisCache(compat.Cache):
         self._verified = 0
         self.rounds = self.drafted = self.accepted = 0
         self.hook: ForwardHook | None = None
+        self.graphs: StepGraphs | None = None
         self._model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if isinstance(model, torch.nn.Module):
             self.hook = ForwardHook(model, self)
             weakref.finalize(self, self.hook.remove)
+            if self.oasis_config.graphs and next(model.parameters()).is_cuda:
+                self.graphs = Dispatcher.add(model, self)
         elif self.oasis_config.prefill_chunk_size is not None:
             raise OasisConfigError(
                 "prefill_chunk_size: needs OasisCache(model, ...), got only a config; pass the "
@@ -86,21 +90,29 @@ class OasisCache(compat.Cache):
     ) -> tuple[Tensor, Tensor]:
         """Take one layer's new K and V `[B, H, T, D]`; attention "oasis" stores and reads them."""
         if layer_idx == self._ours[0]:
-            self._begin(key_states.shape[2])
+            self.begin(key_states.shape[2])
         layer = self.layers[layer_idx]
         if isinstance(layer, OasisLayer):
             return layer.update(key_states, value_states, dense=self._dense)
         return layer.update(key_states, value_states, *args, **kwargs)
 
-    def _begin(self, rows: int) -> None:
-        """Decide whether the tokens of this forward are a prompt or decoding."""
-        verify = (
+    def is_verification(self, rows: int) -> bool:
+        """Whether the next forward, of `rows` tokens, verifies drafts."""
+        return (
             self._recording
             and not self.first_round
             and not self.prompt_expected
             and self.ledger.columns > 0
             and rows <= self.oasis_config.max_rows
         )
+
+    def is_decode(self, rows: int) -> bool:
+        """Whether the next forward is attended to sparsely rather than as a prompt."""
+        return self.ledger.columns > 0 and (rows == 1 or self.is_verification(rows))
+
+    def begin(self, rows: int) -> None:
+        """Open a forward of `rows` tokens: a prompt, or decoding."""
+        verify = self.is_verification(rows)
         self._dense = rows > 1 and not verify
         self._verified = rows if verify else 0
         self.first_round = self.prompt_expected = False
@@ -141,18 +153,19 @@ class OasisCache(compat.Cache):
                 f"crop: got {count}, but the cache holds {held} tokens; use cache.reset() to "
                 "empty it"
             )
+        # Transformers' own layers may refuse; by then nothing has been taken back.
+        for number, layer in enumerate(self.layers):
+            if number not in self._ours:
+                layer.crop(count)
+        removed = self.ledger.remove(-count)
+        for layer in (self.layers[number] for number in self._ours):
+            moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
+            layer.drop(-count, moved)
         if self._verified:
             self.rounds += 1
             self.drafted += self._verified - 1
             self.accepted += self._verified - 1 + count
             self._verified = 0
-        removed = self.ledger.remove(-count)
-        for layer in self.layers:
-            if isinstance(layer, OasisLayer | DenseLayer):
-                moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
-                layer.drop(-count, moved)
-            else:
-                layer.crop(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i], in every part."""

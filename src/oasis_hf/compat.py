@@ -4,12 +4,15 @@ Supported: transformers >= 5.17, < 6. Since 5.24 the forward argument that carri
 `cache`; before, it was `past_key_values`. Both are looked for everywhere.
 """
 
+import functools
 import inspect
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -41,6 +44,46 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def attention_name(config: PreTrainedConfig) -> str | None:
     """The attention implementation that a config asks for."""
     return getattr(text_config(config), "_attn_implementation", None)
+
+
+def bypasses_attention(config: PreTrainedConfig) -> bool:
+    """Whether a model's own code attends without asking for the attention implementation.
+
+    Transformers accepts every registered name for such a model, and says nothing. Answered from
+    the module of the model, once that is imported; False if it cannot be found.
+    """
+    module = _modeling(config)
+    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    return any("Attention" in own.__name__ for own in _classes(module))
+
+
+def refuses_sdpa(config: PreTrainedConfig) -> bool:
+    """Whether a model is one that Transformers does not run with sdpa; False if it is not found."""
+    module = _modeling(config)
+    models = [own for own in _classes(module) if issubclass(own, PreTrainedModel)] if module else []
+    return bool(models) and not any(own._supports_sdpa for own in models)
+
+
+def slices_masks(config: PreTrainedConfig) -> bool:
+    """Whether a model may cut rows off its masks, so that there has to be a mask to cut.
+
+    Gemma 4 does since 5.24, and knows by name only that sdpa and flash attention cannot have it.
+    """
+    return bool(vars(text_config(config)).get("num_kv_shared_layers"))
+
+
+def _modeling(config: PreTrainedConfig) -> ModuleType | None:
+    """The module of a config's decoder, if it is imported."""
+    name = type(text_config(config)).__module__.replace(".configuration_", ".modeling_")
+    return sys.modules.get(name)
+
+
+@functools.cache
+def _classes(module: ModuleType) -> list[type]:
+    """The classes that a module defines itself."""
+    members = list(vars(module).values())
+    return [x for x in members if isinstance(x, type) and x.__module__ == module.__name__]
 
 
 def native_layers(config: PreTrainedConfig) -> list[Any]:
@@ -76,6 +119,7 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicLayer",
     "attention_name",
+    "bypasses_attention",
     "cache_kwarg",
     "cache_of",
     "is_full_attention",
@@ -83,5 +127,7 @@ __all__ = [
     "is_placeholder",
     "is_sliding",
     "native_layers",
+    "refuses_sdpa",
+    "slices_masks",
     "text_config",
 ]

@@ -38,6 +38,7 @@ class OasisConfig:
         prefill_chunk_size: tokens per piece of a long prompt, or None; needs the cache to have been
             built from the model, not from its config.
         backend: "reference" (torch), "triton", or "auto".
+        graphs: replay whole decode steps as CUDA graphs, where that is possible.
     """
 
     budget: int = 2048
@@ -53,6 +54,7 @@ class OasisConfig:
     max_rows: int = 32
     prefill_chunk_size: int | None = None
     backend: str = "auto"
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))

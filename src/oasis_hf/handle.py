@@ -1,4 +1,4 @@
-"""How a cache layer reaches the attention function: through the key tensor that `update` returns.
+"""How a cache layer reaches the attention function: through the tensors that `update` returns.
 
 The attribute survives every model that leaves K and V alone between the two, K and V shared between
 layers included; where it is lost, the model is one that this package cannot serve. A guard notices
@@ -11,6 +11,10 @@ from typing import Any
 from torch import Tensor
 
 HANDLE = "_oasis_layer"
+BYPASS = (
+    "the model does not use Transformers' attention interface, so attention 'oasis' never reaches "
+    "it; load it with another attention implementation and another cache"
+)
 _guard = threading.local()
 
 
@@ -29,24 +33,31 @@ def take_pending() -> Any:
     return layer
 
 
-def attach(layer: Any, key: Tensor) -> None:
-    """Mark `key` as belonging to `layer`, whose attention must run next.
+def never_attended(layer: Any) -> OasisUnsupportedError:
+    """The error for a layer whose update ran and whose attention did not."""
+    return OasisUnsupportedError(
+        f"layer {layer.layer_idx}: cache.update() ran, but attention 'oasis' was not called; "
+        "this model does not use Transformers' attention interface, or its attention "
+        "implementation was changed. Use model.set_attn_implementation('oasis'), or another "
+        "cache for this model"
+    )
+
+
+def attach(layer: Any, key: Tensor, value: Tensor) -> None:
+    """Mark K and V as belonging to `layer`, whose attention must run next.
 
     Raises:
         OasisUnsupportedError: the attention of the layer before was not called.
     """
     missed = take_pending()
     if missed is not None:
-        raise OasisUnsupportedError(
-            f"layer {missed.layer_idx}: cache.update() ran, but attention 'oasis' was not called; "
-            "this model does not use Transformers' attention interface, or its attention "
-            "implementation was changed. Use model.set_attn_implementation('oasis'), or another "
-            "cache for this model"
-        )
+        raise never_attended(missed)
     _guard.pending = layer
     setattr(key, HANDLE, layer)
+    setattr(value, HANDLE, layer)
 
 
-def layer_of(key: Tensor) -> Any:
-    """The layer that `key` was attached to, or None."""
-    return getattr(key, HANDLE, None)
+def layer_of(key: Tensor, value: Tensor) -> Any:
+    """The layer that K and V were attached to, or None if either is not what `update` returned."""
+    layer = getattr(key, HANDLE, None)
+    return layer if getattr(value, HANDLE, None) is layer else None

@@ -10,11 +10,8 @@ from torch import Tensor
 from .compat import CacheLayerMixin
 from .config import OasisConfig
 from .dense import dense_attention
-from .geometry import ceil_div
 from .handle import OasisLength, attach
 from .ledger import PaddingLedger
-from .residency import StepPlan
-from .stats import LayerCounters
 from .storage import LayerStorage
 
 
@@ -61,7 +58,6 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
-        self.counters = LayerCounters()
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -106,7 +102,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._check(key_states)
         self._dense = dense
-        attach(self, key_states)
+        attach(self, key_states, value_states)
         return key_states, value_states
 
     def _check(self, key: Tensor) -> None:
@@ -150,73 +146,18 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if self._dense:
             return self._attend_dense(query, key, value, valid, scaling, new)
         if new:
-            self._append(key, value, valid)
-        return self._attend_sparse(query, scaling)
-
-    # ---- decode and verification: fixed shapes, no host synchronisation ------------------------
-
-    def _append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        for _ in range(ceil_div(self.config.max_rows, self.geometry.group)):
-            self.flush()
-        rows = key.shape[2]
-        if valid is None:
-            valid = torch.ones(self.batch_size, rows, dtype=torch.bool, device=self.device)
-        seen = valid.long().cumsum(-1)
-        positions = self.lengths[:, None] + seen - 1
-        self.tail.write(key, value, positions, valid)
-        self.lengths += seen[:, -1]
-        self._rows = _Rows(False, [], positions)
-        self.fresh = rows
-
-    def _attend_sparse(self, query: Tensor, scaling: float) -> Tensor:
-        heads = self.geometry.kv_heads
-        rows = query.unflatten(1, (heads, -1))
+            self._rows = _Rows(False, [], self.engine.append(key, value, valid))
+            self.fresh = key.shape[2]
         assert self._rows.positions is not None
-        mask = self.tail.mask(self.lengths, self.committed, self._rows.positions)
-        score = self._score(rows.float() * scaling, mask)
-        if self.cold:
-            self._fill(score)
-        plan = self.residency.step(
-            score, self.geometry.budget_blocks, self.config.now_above, self.config.cap_blocks
-        )
-        if self.config.on_miss != "skip":
-            self.fetch(plan.ids, plan.now)
-        out = self.ops.sparse_attention(
-            rows,
-            self.pool.k,
-            self.pool.v,
-            plan.attended(self.residency.blocks),
-            self.tail.k,
-            self.tail.v,
-            mask,
-            scaling,
-        )
-        self._prefetch(plan)
-        self.counters.step(plan)
+        rows = query.unflatten(1, (self.geometry.kv_heads, -1))
+        out = self.engine.attend(rows, self._rows.positions[:, -rows.shape[3] :], scaling)
+        self.cold = False
         return out.flatten(1, 2)
 
-    def _score(self, query: Tensor, tail_mask: Tensor) -> Tensor:
-        """Score of every block for query rows `[B, H, G, T, D]`, sinks first: `[B, H, N]`."""
-        block = self.geometry.block
-        rest = self.ops.tail_logsumexp(query, self.tail.k, tail_mask)
-        committed = self.committed // block
-        score = self.index.score(query.flatten(2, 3), committed, rest)
-        number = torch.arange(score.shape[-1], device=self.device)
-        sinks = ceil_div(self.config.sink_tokens, block)
-        sink = (number[None] < committed[:, None]) & (number < sinks)
-        return torch.where(sink[:, None], float("inf"), score)
-
-    def _fill(self, score: Tensor) -> None:
-        """First sparse step after a prompt: make the best blocks resident, head-room included."""
-        plan = self.residency.step(score, self.geometry.slots, float("-inf"), 0)
-        self.fetch(plan.ids, plan.now)
-        self.counters.fill(plan)
-        self.cold = False
-
-    def _prefetch(self, plan: StepPlan) -> None:
-        """Fetch for the next step, behind the attention of this one."""
-        if self.config.on_miss != "fetch":
-            self.fetch(plan.ids, plan.later)
+    def advanced(self, rows: int) -> None:
+        """Keep the host's numbers in step with `rows` columns appended by a replayed graph."""
+        self.columns += rows
+        self.fresh = rows
 
     # ---- prompts: dense, host numbers allowed --------------------------------------------------
 
@@ -236,16 +177,17 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             valid = None
         all_k, all_v, all_valid = key, value, valid
         if any(before):
-            old_k, old_v, old_valid = self.history(before)
-            all_k, all_v = torch.cat([old_k, key], 2), torch.cat([old_v, value], 2)
+            rows, old = key.shape[2], max(before)
+            all_k, all_v, old_valid = self.history(before, room=rows)
+            all_k[:, :, old:], all_v[:, :, old:] = key, value
             if valid is not None or old_valid is not None:
-                real = [
-                    torch.ones(self.batch_size, k.shape[2], dtype=torch.bool, device=self.device)
-                    if given is None
-                    else given
-                    for given, k in ((old_valid, old_k), (valid, key))
-                ]
-                all_valid = torch.cat(real, 1)
+                all_valid = torch.ones(
+                    self.batch_size, old + rows, dtype=torch.bool, device=self.device
+                )
+                if old_valid is not None:
+                    all_valid[:, :old] = old_valid
+                if valid is not None:
+                    all_valid[:, old:] = valid
         out = dense_attention(query, all_k, all_v, all_valid, scaling)
         if new:
             self.extend(key, value, valid)
@@ -304,10 +246,9 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything and give all memory back."""
         self.columns = 0
-        self.counters = LayerCounters()
         if self.is_initialized:
             self.is_initialized = False
-            del self.store, self.pool, self.tail, self.index, self.residency
+            del self.store, self.pool, self.tail, self.index, self.residency, self.engine
 
     def offload(self) -> None:
         """Nothing to do: this layer owns its transfers."""

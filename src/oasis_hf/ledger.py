@@ -12,11 +12,19 @@ class PaddingLedger:
     """Remembers for each column given so far whether it held a real token, per sequence.
 
     A cache that never saw a mask keeps no tensor: every column is real.
+
+    Attributes:
+        columns: columns recorded.
+        frozen: whether the columns of the forward in progress are recorded already, by the owner
+            of the CUDA graph that it runs in.
+        static: then `[B, T]` bool of its rows, or None if all are real.
     """
 
     def __init__(self) -> None:
         self.columns = 0
         self._real: Tensor | None = None
+        self.frozen = False
+        self.static: Tensor | None = None
 
     def append(self, valid: Tensor | None, batch: int, rows: int, device: torch.device) -> None:
         """Record `rows` new columns: valid `[B, rows]` bool, or None if all are real."""

@@ -39,7 +39,7 @@ class DenseLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new K and V; they are stored when the attention runs."""
-        attach(self, key_states)
+        attach(self, key_states, value_states)
         return key_states, value_states
 
     def attend(

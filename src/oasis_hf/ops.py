@@ -4,25 +4,31 @@ from types import ModuleType
 
 import torch
 
-from oasis_kernels import BACKENDS, backend
+from oasis_kernels import available, backend
 
 from .config import OasisConfigError
 
 
-def kernels(name: str, device: torch.device) -> ModuleType:
-    """The operations that serve `device`.
+def choose_backend(name: str, device: torch.device) -> str:
+    """The backend that serves `device`.
 
     Args:
-        name: "reference", "triton" or "auto" (triton on CUDA where this build has it).
+        name: "reference", "triton" or "auto" (triton on CUDA, where triton is installed).
         device: where the working set lives.
 
     Raises:
-        OasisConfigError: the backend is not part of this build, or cannot serve the device.
+        OasisConfigError: the backend asked for is not installed.
     """
     if name == "auto":
-        name = "triton" if device.type == "cuda" and "triton" in BACKENDS else "reference"
-    if name not in BACKENDS:
+        return "triton" if device.type == "cuda" and available("triton") else "reference"
+    if not available(name):
         raise OasisConfigError(
-            f"backend: got {name!r}, but this build has only {sorted(BACKENDS)}; use backend='auto'"
+            f"backend: got {name!r}, but it is not installed; pip install 'oasis-hf[gpu]', or use "
+            "backend='reference'"
         )
+    return name
+
+
+def kernels(name: str) -> ModuleType:
+    """The operations of a backend; importing "triton" imports triton."""
     return backend(name)

@@ -76,6 +76,11 @@ class Residency:
         return self.block_of_slot.shape[2] - 1
 
     @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """slot_of_block, block_of_slot and last_selected."""
+        return self.slot_of_block, self.block_of_slot, self.last_selected
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
         return self.slot_of_block.nbytes + self.block_of_slot.nbytes + self.last_selected.nbytes

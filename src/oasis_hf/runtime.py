@@ -14,23 +14,38 @@ import torch
 from torch import Tensor
 
 from .compat import cache_of
-from .handle import take_pending
+from .handle import OasisUnsupportedError, never_attended, take_pending
 
 if TYPE_CHECKING:
     from .cache import OasisCache
 
 
 class ForwardHook:
-    """One public torch forward pre-hook; acts only on forwards that carry its own cache."""
+    """Two public torch hooks around the forward; they act only on calls that carry their cache."""
 
     def __init__(self, model: torch.nn.Module, cache: OasisCache) -> None:
         self._cache = weakref.ref(cache)
         self._inside = False
-        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        self._handles = [
+            model.register_forward_pre_hook(self, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
 
     def remove(self) -> None:
-        """Take the hook off the model."""
-        self._handle.remove()
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _after(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Notice a last update whose attention never ran; after an error there is no output."""
+        cache = self._cache()
+        if cache is None or cache_of(kwargs) is not cache:
+            return
+        missed = take_pending()
+        if missed is not None and output is not None:
+            raise never_attended(missed)
 
     def __call__(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -49,35 +64,53 @@ class ForwardHook:
             return None
         kwargs = dict(kwargs)
         first_round = cache.first_round
-        self._drop_cached(cache, kwargs, check_positions=first_round)
-        rows, keep = kwargs["input_ids"].shape[1], kwargs.get("logits_to_keep", 0)
+        keep = kwargs.get("logits_to_keep", 0)
         keep = keep if isinstance(keep, int) else 0
-        if rows > 1 and keep == 1:
+        self._drop_cached(cache, kwargs, keep)
+        if kwargs["input_ids"].shape[1] > 1 and keep == 1:
             cache.prompt_expected = True
         self._feed_pieces(model, cache, kwargs, keep)
         cache.first_round = first_round
         return args, kwargs
 
-    def _drop_cached(
-        self, cache: OasisCache, kwargs: dict[str, Any], check_positions: bool
-    ) -> None:
-        """Remove leading tokens that the cache holds already."""
+    def _drop_cached(self, cache: OasisCache, kwargs: dict[str, Any], keep: int) -> None:
+        """Remove leading tokens that the cache holds already.
+
+        Only `generate` feeds tokens again, and it always says where they belong. A call without
+        positions whose mask does not fit is a mistake, which the attention reports.
+        """
         past, rows = cache.get_seq_length(), kwargs["input_ids"].shape[1]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if not past or not isinstance(positions, Tensor):
+            return
         start = past
         if isinstance(mask, Tensor) and mask.ndim == 2:
             start = mask.shape[1] - rows
-        elif mask is None and check_positions and past and isinstance(positions, Tensor):
+            if 0 <= start < past and int(positions[..., -1].max()) >= mask.shape[1]:
+                return
+        elif mask is None and cache.first_round:
             start = int(positions[..., 0].max())
         if not 0 <= start < past:
             return
-        again = past - start
-        if again >= rows:
-            cache.crop(-again)
-            return
+        # The rows whose logits are wanted are computed in any case.
+        spare = rows - (keep or rows)
+        if past - start > spare:
+            self._take_back(cache, past - start - spare)
+        again = min(past - start, spare)
         kwargs["input_ids"] = kwargs["input_ids"][:, again:]
-        if isinstance(positions, Tensor):
-            kwargs["position_ids"] = positions[..., again:]
+        kwargs["position_ids"] = positions[..., again:]
+
+    def _take_back(self, cache: OasisCache, tokens: int) -> None:
+        """Remove tokens that are about to be read again."""
+        try:
+            cache.crop(-tokens)
+        except RuntimeError as error:
+            raise OasisUnsupportedError(
+                f"generate feeds {tokens} tokens again that the cache holds, and this model's "
+                "sliding or recurrent layers cannot go back; pre-fill less than the whole prompt, "
+                "and cut prompts with OasisCache(model, prefill_chunk_size=...) rather than with "
+                "generate(prefill_chunk_size=...)"
+            ) from error
 
     def _feed_pieces(
         self, model: torch.nn.Module, cache: OasisCache, kwargs: dict[str, Any], keep: int

@@ -11,25 +11,22 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .residency import StepPlan
 
-COUNTS = ("steps", "wanted", "hits", "now", "later", "turnover", "filled")
+COUNTS = ("wanted", "hits", "now", "later", "turnover", "filled", "steps")
 
 
 class LayerCounters:
     """Sums over steps, heads and sequences, kept on the device so that no step waits for them."""
 
-    def __init__(self) -> None:
-        self.sums: Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(COUNTS), dtype=torch.long, device=device)
 
-    def _add(self, device: torch.device, **values: Tensor | int) -> None:
-        if self.sums is None:
-            self.sums = torch.zeros(len(COUNTS), dtype=torch.long, device=device)
+    def _add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
             self.sums[COUNTS.index(name)] += value
 
     def step(self, plan: StepPlan) -> None:
         """Count one sparse step."""
         self._add(
-            plan.ids.device,
             steps=1,
             wanted=plan.wanted.sum(),
             hits=(plan.hits >= 0).sum(),
@@ -40,12 +37,11 @@ class LayerCounters:
 
     def fill(self, plan: StepPlan) -> None:
         """Count the first fill after a prompt."""
-        self._add(plan.ids.device, filled=(plan.now >= 0).sum())
+        self._add(filled=(plan.now >= 0).sum())
 
     def read(self) -> dict[str, int]:
         """The sums; waits for the device."""
-        values = [0] * len(COUNTS) if self.sums is None else self.sums.tolist()
-        return dict(zip(COUNTS, values, strict=True))
+        return dict(zip(COUNTS, self.sums.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

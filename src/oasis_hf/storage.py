@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from .config import OasisConfig
+from .engine import build_engine
 from .geometry import LayerGeometry, ceil_div, round_up
 from .index import index_class
-from .ops import kernels
+from .ops import choose_backend, kernels
 from .residency import Residency
+from .stats import LayerCounters
 from .tiers import HostStore, ResidentPool, Tail
 
 
@@ -52,9 +54,10 @@ class LayerStorage:
             recent=config.recent_tokens,
             rows=config.max_rows,
         )
-        self.ops = kernels(config.backend, device)
+        self.backend = choose_backend(config.backend, device)
+        self.ops = kernels("reference")
         shape = (self.geometry, self.batch_size, self.dtype)
-        self.store = HostStore(*shape, config.backend)
+        self.store = HostStore(*shape, device, self.backend)
         self.pool = ResidentPool(*shape, device, self.ops)
         self.tail = Tail(*shape, device, self.ops)
         self.residency = Residency(self.geometry, self.batch_size, device, self.ops)
@@ -64,6 +67,8 @@ class LayerStorage:
         self.committed = torch.zeros_like(self.lengths)
         self.cold = True
         self.fresh = 0
+        self.counters = LayerCounters(device)
+        self.engine = build_engine(self)
 
     def reserve(self, rows: int) -> None:
         """Make room for the new tokens in every part that grows."""
@@ -74,54 +79,31 @@ class LayerStorage:
         self.residency.ensure(self.index.capacity)
         self.columns += rows
 
-    def flush(self) -> None:
-        """Move the oldest full group of the tail into store, index and pool.
-
-        Everything in the tail at the start of a forward is verified: rejected drafts were cropped.
-        """
-        g = self.geometry
-        per_group = g.group // g.block
-        full = self.lengths - self.committed >= g.group + self.config.recent_tokens
-        k, v = self.tail.read(self.committed, g.group)
-        blocks_k, blocks_v = (t.unflatten(2, (per_group, g.block)) for t in (k, v))
-        offset = torch.arange(per_group, device=self.device)
-        blocks = self.committed[:, None] // g.block + offset
-        self.store.write(blocks, blocks_k, blocks_v, full)
-        self.index.write(self.committed // g.group, k, full)
-        kept = min(per_group, g.slots)
-        slots = self.residency.admit(blocks[:, -kept:], full)
-        self.pool.write(slots, blocks_k[:, :, -kept:], blocks_v[:, :, -kept:])
-        self.committed += torch.where(full, g.group, 0)
-
-    def fetch(self, ids: Tensor, slots: Tensor) -> None:
-        """Copy blocks `[B, H, m]` from the store to slots (-1: none)."""
-        k, v = self.store.gather(torch.where(slots >= 0, ids, -1))
-        self.pool.write(slots, k, v)
-
-    def history(self, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def history(self, lengths: list[int], room: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
         """The first tokens of each sequence, read back from store and tail.
 
         Args:
             lengths: tokens wanted of each sequence.
+            room: tokens of unspecified content to append, for the caller to fill.
 
         Returns:
-            k `[B, H, L, Dk]`, v `[B, H, L, Dv]` with L the longest, and valid `[B, L]` or None if
-            all sequences are as long. Rows past a sequence's length are zeros.
+            k `[B, H, L + room, Dk]`, v likewise with L the longest, and valid `[B, L]` or None if
+            all sequences are as long. Tokens past a sequence's end are zeros.
         """
         longest = max(lengths)
         g = self.geometry
-        shape = (self.batch_size, g.kv_heads, longest)
-        k = torch.zeros(*shape, g.k_dim, dtype=self.dtype, device=self.device)
-        v = torch.zeros(*shape, g.v_dim, dtype=self.dtype, device=self.device)
+        shape = (self.batch_size, g.kv_heads, round_up(longest + room, g.block))
+        k = torch.empty(*shape, g.k_dim, dtype=self.dtype, device=self.device)
+        v = torch.empty(*shape, g.v_dim, dtype=self.dtype, device=self.device)
         for rows, committed, length in self._runs(lengths):
             stored = min(committed, length)
             if stored:
-                blocks = self.store.read_range(rows, 0, ceil_div(stored, g.block))
-                for target, part in zip((k, v), blocks, strict=True):
-                    target[rows, :, :stored] = part.flatten(2, 3)[:, :, :stored]
+                self.store.read_into(rows, ceil_div(stored, g.block), k, v)
             place = torch.arange(stored, length, device=self.device) % self.tail.places
             for target, ring in ((k, self.tail.k), (v, self.tail.v)):
                 target[rows, :, stored:length] = ring[rows][:, :, place]
+                target[rows, :, length:longest] = 0
+        k, v = k[:, :, : longest + room], v[:, :, : longest + room]
         if min(lengths) == longest:
             return k, v, None
         limit = torch.tensor(lengths, device=self.device)

@@ -6,25 +6,34 @@ from transformers import PreTrainedConfig
 
 from . import compat
 from .config import OasisConfig, OasisConfigError
-from .handle import OasisUnsupportedError
+from .handle import BYPASS, OasisUnsupportedError
 from .layer import OasisLayer
 from .ledger import PaddingLedger
 from .native import DenseLayer
 
 
 def refusal(config: PreTrainedConfig) -> str | None:
-    """Why a model with this config cannot be served, or None; bypasses show only when it runs."""
+    """Why a model with this config cannot be served, or None; more may show when it runs."""
     text = compat.text_config(config)
     kind = getattr(config, "model_type", "model")
     if getattr(config, "is_encoder_decoder", False):
         return f"{kind}: encoder-decoder models are not supported"
-    if getattr(text, "kv_lora_rank", None):
+    if compat.bypasses_attention(config):
+        return f"{kind}: {BYPASS}"
+    if vars(text).get("kv_lora_rank"):
         return f"{kind}: multi-head latent attention caches latents, not K and V"
     if getattr(text, "is_causal", True) is False:
         return f"{kind}: attention is not causal"
+    if vars(text).get("cross_attention_layers"):
+        return f"{kind}: layers of cross-attention are not supported"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         return f"{kind}: chunked attention is not implemented"
-    layers = compat.native_layers(config)
+    try:
+        layers = compat.native_layers(config)
+    except Exception as error:
+        return (
+            f"{kind}: Transformers builds no DynamicCache for it ({type(error).__name__}: {error})"
+        )
     for number, layer in enumerate(layers):
         known = (
             compat.is_full_attention(layer)

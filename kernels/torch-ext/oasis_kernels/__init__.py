@@ -1,5 +1,5 @@
 """Kernels of oasis-hf: block-sparse attention, key index and host transfers, per backend."""
 
-from .api import BACKENDS, backend
+from .api import BACKENDS, available, backend
 
-__all__ = ["BACKENDS", "backend"]
+__all__ = ["BACKENDS", "available", "backend"]

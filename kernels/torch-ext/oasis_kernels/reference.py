@@ -84,7 +84,7 @@ def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = ((keys.amax(-2).float() - lowest.float()) / 3).to(keys.dtype)
     scale = torch.where(step > 0, step, torch.ones_like(step)).float()
     offset = keys.float() - lowest.float().unsqueeze(-2)
-    code = (offset / scale.unsqueeze(-2)).round().clamp(0, 3).to(torch.uint8)
+    code = (offset / scale.unsqueeze(-2) + 0.5).floor().clamp(0, 3).to(torch.uint8)
     c0, c1, c2, c3 = code.chunk(4, -1)
     return c0 | (c1 << 2) | (c2 << 4) | (c3 << 6), lowest, step
 
@@ -147,6 +147,24 @@ def select_blocks(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return blocks - 1 - best.indices[..., :count], best.values[..., :count]
 
 
+def eviction_order(block_of_slot: Tensor, last_selected: Tensor, clock: Tensor) -> Tensor:
+    """What is evicted first: free slots, then the least recently selected, then the lowest block.
+
+    The order depends on the resident blocks alone, not on the slots they happen to be in.
+
+    Args:
+        block_of_slot: `[B, H, S]` int32, -1 where free.
+        last_selected: `[B, H, S]` int32 step of the last selection.
+        clock: `[1]` int32, the current step.
+
+    Returns:
+        `[B, H, S]` int64; the largest goes first.
+    """
+    age = (clock - last_selected).long().clamp(max=0xFFFF)
+    late = 0xFFFF - block_of_slot.long().clamp(max=0xFFFF)
+    return torch.where(block_of_slot < 0, 0xFFFFFFFF, age * 0x10000 + late)
+
+
 def assign_slots(
     ids: Tensor,
     take: Tensor,
@@ -155,7 +173,7 @@ def assign_slots(
     last_selected: Tensor,
     clock: Tensor,
 ) -> Tensor:
-    """Give each taken block the least recently selected slot; update the tables in place.
+    """Give each taken block a slot, by `eviction_order`; update the tables in place.
 
     Args:
         ids: `[B, H, m]` int64 blocks, none of the taken ones resident.
@@ -169,7 +187,8 @@ def assign_slots(
         `[B, H, m]` int64 slots, -1 where not taken.
     """
     blocks, slots = slot_of_block.shape[-1] - 1, block_of_slot.shape[-1] - 1
-    victims = torch.sort(last_selected[..., :slots], dim=-1, stable=True).indices
+    order = eviction_order(block_of_slot[..., :slots], last_selected[..., :slots], clock)
+    victims = order.sort(dim=-1, descending=True, stable=True).indices
     rank = (take.cumsum(-1) - 1).clamp(0, slots - 1)
     slot = victims.gather(-1, rank)
     old = block_of_slot.gather(-1, slot).long()

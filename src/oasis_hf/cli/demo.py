@@ -98,7 +98,10 @@ def run(options: DemoOptions, console: Console | None = None) -> dict[str, Answe
     task = _task(options, model, tokenizer)
     oasis = _oasis_cache(options, model)
     print_question(
-        console, _setup(options, model, task), task.fact and task.fact.sentence, task.question
+        console,
+        _setup(options, model, task),
+        task.fact.sentence if task.fact else None,
+        task.question,
     )
     caches = {"dense": DynamicCache(config=model.config), "oasis": oasis}
     with _progress(console) as progress:
@@ -111,7 +114,7 @@ def run(options: DemoOptions, console: Console | None = None) -> dict[str, Answe
         answers["dense"],
         answers["oasis"],
         oasis.stats(),
-        task.fact and task.fact.answer,
+        task.fact.answer if task.fact else None,
     )
     return answers
 
@@ -161,12 +164,12 @@ def _task(options: DemoOptions, model: Any, tokenizer: Any) -> Task:
         raise DemoError("--question asks about a document; name one with --document FILE")
     fact = needle.Needle() if options.question is None else None
     question = fact.question if fact else str(options.question)
+    length = options.context
     if options.document is None:
-        length = options.context or DEFAULT_CONTEXT
+        length = length or DEFAULT_CONTEXT
         text = packaged.prose()
     else:
         text = options.document.read_text(encoding="utf-8", errors="replace")
-        length = options.context
     try:
         if length is None:
             text = fact.hide_in(text) if fact else text

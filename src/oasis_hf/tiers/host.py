@@ -1,6 +1,7 @@
 """The full store: every verified block of one layer, in host memory, grown in slabs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
+from .pinned import pinned_zeros
+
+MAX_SLABS = 4096
 
 
 class HostMemoryError(MemoryError):
@@ -22,21 +26,36 @@ def available_bytes() -> int:
 class HostStore:
     """Blocks `[B, H, N, row]` of one layer, a block's keys then its values.
 
-    A slab covers a range of block numbers. Growing adds a slab and moves nothing. Each slab ends in
-    a spill block that takes masked-out writes.
+    Slab i covers blocks i * slab_blocks and on, so an address follows from a block number. Growing
+    adds a slab and moves nothing. Each slab ends in a spill block that takes masked-out writes.
+
+    Attributes:
+        slabs: tensors `[B, H, slab_blocks + 1, row]` in host memory.
+        table: `[MAX_SLABS]` int64 addresses of the slabs on the device, where the device can reach
+            them; None elsewhere.
     """
 
     def __init__(
-        self, geometry: LayerGeometry, batch: int, dtype: torch.dtype, backend: str
+        self,
+        geometry: LayerGeometry,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
     ) -> None:
         self.geometry, self.batch, self.dtype = geometry, batch, dtype
-        self.ops = kernels(backend, torch.device("cpu"))
+        self.ops = kernels("reference")
+        self.slab_blocks = ceil_div(GROWTH_TOKENS, geometry.block)
         self.slabs: list[Tensor] = []
+        self.table: Tensor | None = None
+        if backend == "triton":
+            self.table = torch.zeros(MAX_SLABS, dtype=torch.long, device=device)
+            self.fused: Any = kernels("triton")
 
     @property
     def blocks(self) -> int:
         """Capacity N."""
-        return sum(slab.shape[2] - 1 for slab in self.slabs)
+        return len(self.slabs) * self.slab_blocks
 
     @property
     def nbytes(self) -> int:
@@ -54,12 +73,11 @@ class HostStore:
         Raises:
             HostMemoryError: with the bytes needed and available, and what to change.
         """
-        missing = blocks - self.blocks
+        missing = ceil_div(blocks - self.blocks, self.slab_blocks)
         if missing <= 0:
             return
-        if self.slabs:
-            missing = max(missing, ceil_div(GROWTH_TOKENS, self.geometry.block))
-        needed = self.geometry.store_bytes(self.batch, missing + 1) * layers
+        g = self.geometry
+        needed = g.store_bytes(self.batch, missing * (self.slab_blocks + 1)) * layers
         free = available_bytes()
         if needed > free:
             raise HostMemoryError(
@@ -67,18 +85,19 @@ class HostStore:
                 f"{self.batch} sequences x {layers} layers, {free / 1e9:.2f} GB available; use a "
                 "shorter context, a smaller batch or a machine with more memory"
             )
-        g = self.geometry
-        self.slabs.append(
-            torch.zeros(self.batch, g.kv_heads, missing + 1, g.row, dtype=self.dtype, device="cpu")
-        )
+        shape = (self.batch, g.kv_heads, self.slab_blocks + 1, g.row)
+        for _ in range(missing):
+            self._add(self._zeros(shape))
 
-    def _spans(self) -> list[tuple[int, int, Tensor]]:
-        spans, first = [], 0
-        for slab in self.slabs:
-            count = slab.shape[2] - 1
-            spans.append((first, count, slab))
-            first += count
-        return spans
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        if self.table is not None and self.table.is_cuda:
+            return pinned_zeros(shape, self.dtype)
+        return torch.zeros(shape, dtype=self.dtype)
+
+    def _add(self, slab: Tensor) -> None:
+        if self.table is not None:
+            self.table[len(self.slabs)] = slab.data_ptr()
+        self.slabs.append(slab)
 
     def _pack(self, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([k.flatten(3), v.flatten(3)], 3).to("cpu")
@@ -97,11 +116,11 @@ class HostStore:
             keep: `[B]` bool.
         """
         rows, blocks, keep = self._pack(k, v), blocks.to("cpu"), keep.to("cpu")
-        for first, count, slab in self._spans():
-            local = blocks - first
-            inside = keep[:, None] & (local >= 0) & (local < count)
-            target = torch.where(inside, local, count)[:, None].expand(-1, slab.shape[1], -1)
-            self.ops.scatter_blocks(slab, target, rows)
+        for number, slab in enumerate(self.slabs):
+            local = blocks - number * self.slab_blocks
+            inside = keep[:, None] & (local >= 0) & (local < self.slab_blocks)
+            target = torch.where(inside, local, self.slab_blocks)[:, None]
+            self.ops.scatter_blocks(slab, target.expand(-1, slab.shape[1], -1), rows)
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks `[B, H, m]` (int64; those below 0 give unspecified rows), on the host.
@@ -111,35 +130,75 @@ class HostStore:
         """
         blocks = blocks.to("cpu")
         result: Tensor | None = None
-        for first, count, slab in self._spans():
-            local = blocks - first
-            rows = self.ops.gather_blocks(slab, local.clamp(0, count))
+        for number, slab in enumerate(self.slabs):
+            local = blocks - number * self.slab_blocks
+            rows = self.ops.gather_blocks(slab, local.clamp(0, self.slab_blocks))
             result = rows if result is None else torch.where((local >= 0)[..., None], rows, result)
         assert result is not None, "gather from an empty store"
         return self._unpack(result)
 
+    def _pieces(self, first: int, last: int) -> list[tuple[Tensor, int, int]]:
+        """The parts of slabs that hold blocks first..last: (slab, from, to)."""
+        pieces = []
+        for number, slab in enumerate(self.slabs):
+            low = max(first - number * self.slab_blocks, 0)
+            high = min(last - number * self.slab_blocks, self.slab_blocks)
+            if low < high:
+                pieces.append((slab, low, high))
+        return pieces
+
     def write_range(self, rows: slice, first: int, k: Tensor, v: Tensor) -> None:
         """Write consecutive blocks from `first` for some sequences: k `[B', H, n, b, Dk]`."""
+        if self.table is not None:
+            keys, values = k.flatten(2, 3).contiguous(), v.flatten(2, 3).contiguous()
+            self._copy_range(keys, values, rows, first, k.shape[2], to_store=True)
+            return
         packed, done = self._pack(k, v), 0
-        for start, count, slab in self._spans():
-            local = first + done - start
-            take = min(count - local, packed.shape[2] - done)
-            if 0 <= local < count and take > 0:
-                slab[rows, :, local : local + take] = packed[:, :, done : done + take]
-                done += take
+        for slab, low, high in self._pieces(first, first + packed.shape[2]):
+            slab[rows, :, low:high] = packed[:, :, done : done + high - low]
+            done += high - low
         assert done == packed.shape[2], "write past the capacity of the store"
+
+    def read_into(self, rows: slice, count: int, k: Tensor, v: Tensor) -> None:
+        """Read the first `count` blocks of some sequences into k `[B, H, L, Dk]` and v."""
+        if self.table is not None:
+            self._copy_range(k[rows], v[rows], rows, 0, count, to_store=False)
+            return
+        for target, part in zip((k, v), self.read_range(rows, 0, count), strict=True):
+            target[rows, :, : count * self.geometry.block] = part.flatten(2, 3)
+
+    def _copy_range(
+        self, k: Tensor, v: Tensor, rows: slice, first: int, count: int, to_store: bool
+    ) -> None:
+        self.fused.copy_range(
+            k,
+            v,
+            self.table,
+            self.slab_blocks,
+            self.geometry.block,
+            first,
+            count,
+            rows.start * self.geometry.kv_heads,
+            to_store,
+        )
+
+    def _settle(self) -> None:
+        """Wait until what the device writes here is visible to the host."""
+        if self.table is not None and self.table.is_cuda:
+            torch.cuda.synchronize(self.table.device)
 
     def read_range(self, rows: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Read blocks first..last of some sequences: k `[B', H, n, b, Dk]`, v likewise."""
-        parts = [
-            slab[rows, :, max(first - start, 0) : min(last - start, count)]
-            for start, count, slab in self._spans()
-            if first < start + count and last > start
-        ]
+        self._settle()
+        parts = [slab[rows, :, low:high] for slab, low, high in self._pieces(first, last)]
         return self._unpack(torch.cat(parts, 2))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation to every slab."""
-        self.slabs = [fn(slab).contiguous() for slab in self.slabs]
-        if self.slabs:
-            self.batch = self.slabs[0].shape[0]
+        self._settle()
+        old, self.slabs = self.slabs, []
+        for slab in old:
+            mapped = fn(slab)
+            self.batch = mapped.shape[0]
+            fresh = self._zeros(tuple(mapped.shape))
+            self._add(fresh.copy_(mapped))

@@ -1,0 +1,326 @@
+"""Triton backend: launches of the kernels. Each function states what it reads and writes.
+
+Tensors are contiguous. B sequences, H KV heads, BH = B * H, Q = GQA group x rows, N blocks, S
+slots, R places of the tail; tables end in a spill entry, as in the reference.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import attention, move, plan, score
+from .settings import Settings, settings
+
+INT32 = torch.int32
+
+
+@lru_cache
+def _settings(device: torch.device) -> Settings:
+    return settings(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+
+
+def _pow2(n: int, least: int = 16) -> int:
+    return max(least, triton.next_power_of_2(n))
+
+
+def _precision(tensor: Tensor) -> str:
+    return "ieee" if tensor.dtype == torch.float32 else "tf32"
+
+
+def advance(
+    lengths: Tensor,
+    committed: Tensor,
+    clock: Tensor,
+    counts: Tensor,
+    valid: Tensor | None,
+    positions: Tensor,
+    moved: Tensor,
+    recent: int,
+    group: int,
+    flushes: int,
+) -> None:
+    """Open a step: see `move.advance_kernel`. valid `[B, T]` bool or None; positions `[B, T]`."""
+    batch, rows = positions.shape
+    move.advance_kernel[(1,)](
+        lengths, committed, clock, counts, valid, positions, moved, batch, recent,
+        T=rows, GROUP=group, FLUSHES=flushes, BP=_pow2(batch), HAS_VALID=valid is not None,
+        num_warps=1,
+    )  # fmt: skip
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    positions: Tensor,
+    moved: Tensor,
+    committed: Tensor,
+    clock: Tensor,
+    ring: tuple[Tensor, Tensor],
+    pool: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    slabs: Tensor,
+    slab_blocks: int,
+    index: tuple[Tensor, ...],
+    kind: int,
+    group: int,
+    flushes: int,
+) -> None:
+    """Move full groups out of the tail and write the new rows: see `move.append_kernel`."""
+    batch, heads, rows, k_dim = key.shape
+    v_dim, block = value.shape[-1], pool[0].shape[3]
+    slots = pool[0].shape[2] - 1
+    arrays = (*index, key, key, key)[:3]
+    move.append_kernel[(batch * heads,)](
+        key, value, valid, positions, moved, committed, clock,
+        *ring, *pool, *tables, slabs, *arrays,
+        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1,
+        T=rows, BLOCK=block, GROUP=group, DK=k_dim, DV=v_dim, DKP=_pow2(k_dim), DVP=_pow2(v_dim),
+        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots), SLAB=slab_blocks,
+        KIND=kind, FLUSHES=flushes, HAS_VALID=valid is not None, num_warps=4,
+    )  # fmt: skip
+
+
+class Scores:
+    """Approximate logits of candidate blocks and the sums that normalise them.
+
+    Attributes:
+        logits: `[BH, Q, C]` float32.
+        partial: `[BH, programs, Q, 2]` float32, (maximum, sum of exp) over parts.
+        chosen: `[BH, C / per_group]` int32 groups of the candidates, or None: all blocks in order.
+        per_group: blocks per group.
+        reduce_max: whether rows are combined by the maximum of their logits.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        partial: Tensor,
+        chosen: Tensor | None = None,
+        per_group: int = 1,
+        reduce_max: bool = False,
+    ) -> None:
+        self.logits, self.partial, self.chosen = logits, partial, chosen
+        self.per_group, self.reduce_max = per_group, reduce_max
+
+
+def bounds(
+    query: Tensor, low: Tensor, high: Tensor, committed: Tensor, scaling: float,
+    group_tokens: int, step: bool,
+) -> Scores:  # fmt: skip
+    """Bound of every group of keys: query `[B, H, Q, D]`; low, high `[B, H, N + 1, D]`."""
+    batch, heads, rows, dim = query.shape
+    groups = low.shape[2] - 1
+    chosen = _settings(query.device)
+    per_program = min(chosen.bounds_groups, _pow2(groups))
+    programs = triton.cdiv(groups, per_program)
+    logits = query.new_empty(batch * heads, rows, groups, dtype=torch.float32)
+    partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
+    score.bounds_kernel[(batch * heads, programs)](
+        query, low, high, committed, logits, partial, scaling,
+        heads, groups, rows, group_tokens,
+        D=dim, DP=_pow2(dim), QP=_pow2(rows), BN=per_program, STEP=step,
+        PRECISION=_precision(query), num_warps=chosen.bounds_warps,
+    )  # fmt: skip
+    return Scores(logits, partial)
+
+
+def candidates(
+    scores: Scores, committed: Tensor, count: int, heads: int, group_tokens: int
+) -> Tensor:
+    """The `count` groups with the largest bounds, in order: `[BH, count]` int32."""
+    pairs, rows, groups = scores.logits.shape
+    programs = scores.partial.shape[1]
+    chosen = torch.empty(pairs, count, dtype=INT32, device=scores.logits.device)
+    size = _pow2(groups)
+    plan.candidates_kernel[(pairs,)](
+        scores.logits, scores.partial, committed, chosen,
+        heads, groups, count, programs, group_tokens,
+        Q=rows, PP=_pow2(programs, 1), CP=size, DIGIT_BITS=_digit_bits(size),
+        num_warps=_settings(chosen.device).plan_warps,
+    )  # fmt: skip
+    return chosen
+
+
+def _digit_bits(size: int) -> int:
+    """Bits per pass of a threshold search: as many as registers allow."""
+    return 4 if size <= 2048 else 2
+
+
+def keys2bit(
+    query: Tensor,
+    codes: Tensor,
+    lowest: Tensor,
+    step: Tensor,
+    chosen: Tensor,
+    committed: Tensor,
+    ring_k: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    scaling: float,
+    block: int,
+) -> Scores:
+    """Two-bit logits of the chosen groups `[BH, M]`, and the tail's share: query `[B, H, Q, D]`."""
+    batch, heads, rows, dim = query.shape
+    groups, tokens = codes.shape[2] - 1, codes.shape[3]
+    count, per_group = chosen.shape[1], tokens // block
+    launch = _settings(query.device)
+    programs = triton.cdiv(count, launch.fine_groups) + 1
+    logits = query.new_empty(batch * heads, rows, count * per_group, dtype=torch.float32)
+    partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
+    fast = tl.float32 if query.dtype == torch.float32 else tl.float16
+    places = ring_k.shape[2] - 1
+    score.keys2bit_kernel[(batch * heads, programs)](
+        query, codes, lowest, step, chosen, committed, logits, partial, scaling,
+        ring_k, lengths, positions,
+        heads, groups, count, rows, positions.shape[1], places,
+        G_TOKENS=tokens, BLOCK=block, D=dim, DQ=_pow2(dim // 4), DP=_pow2(dim), QP=_pow2(rows),
+        GROUPS=launch.fine_groups, RP=_pow2(places), FAST=fast, PRECISION=_precision(query),
+        num_warps=launch.fine_warps,
+    )  # fmt: skip
+    return Scores(logits, partial, chosen, per_group)
+
+
+def given(score: Tensor) -> Scores:
+    """Scores that are ready, `[B, H, N]`: of an index that has no kernel."""
+    logits = score.flatten(0, 1)[:, None].contiguous()
+    return Scores(logits, logits.new_zeros(logits.shape[0], 1, 1, 2), reduce_max=True)
+
+
+class Plan:
+    """Buffers that a plan writes: attended slots, and the lists of fetches.
+
+    Attributes:
+        attended: `[BH, K]` int32 slots in block order, -1 behind the last.
+        lists: two `[BH * K, 3]` int32 tensors of (bh, block, slot): now, and later.
+        counts: `[2]` int32, how many entries each list has; `advance` sets them to zero.
+    """
+
+    def __init__(self, pairs: int, count: int, device: torch.device) -> None:
+        self.attended = torch.empty(pairs, count, dtype=INT32, device=device)
+        self.lists = [torch.empty(pairs * count, 3, dtype=INT32, device=device) for _ in range(2)]
+        self.counts = torch.zeros(2, dtype=INT32, device=device)
+
+
+def plan_step(
+    scores: Scores,
+    made: Plan,
+    committed: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    clock: Tensor,
+    counters: Tensor,
+    heads: int,
+    count: int,
+    block: int,
+    sinks: int,
+    cap: int,
+    now_above: float,
+    fill: bool = False,
+) -> None:
+    """Choose, compare, evict and list the fetches, in one kernel: see `plan.plan_kernel`."""
+    pairs, rows, blocks = scores.logits.shape
+    slots = tables[1].shape[2] - 1
+    device = scores.logits.device
+    victims = torch.empty(pairs, slots, dtype=INT32, device=device)
+    size, programs = _pow2(blocks), scores.partial.shape[1]
+    chosen = scores.chosen if scores.chosen is not None else victims
+    plan.plan_kernel[(pairs,)](
+        scores.logits, scores.partial, chosen, committed, *tables, clock,
+        made.attended, made.lists[0], made.counts, made.lists[1], made.counts[1:], victims,
+        counters,
+        heads, tables[0].shape[2] - 1, blocks, programs, slots, count, sinks, cap, now_above,
+        Q=rows, BLOCK=block, PER=scores.per_group, CANDIDATES=scores.chosen is not None,
+        PP=_pow2(programs, 1), CP=size, SP=_pow2(slots), KP=_pow2(count),
+        REDUCE_MAX=scores.reduce_max, DIGIT_BITS=_digit_bits(size), FILL=fill,
+        num_warps=_settings(device).plan_warps,
+    )  # fmt: skip
+
+
+def gather(
+    entries: Tensor, count: Tensor, slabs: Tensor, slab_blocks: int, pool: tuple[Tensor, Tensor]
+) -> None:
+    """Copy listed blocks from the store into their slots: see `move.gather_kernel`."""
+    keys = pool[0].shape[3] * pool[0].shape[4]
+    values = pool[1].shape[3] * pool[1].shape[4]
+    launch = _settings(entries.device)
+    move.gather_kernel[(launch.gather_programs,)](
+        entries, count, slabs, *pool, pool[0].shape[2] - 1,
+        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values), SLAB=slab_blocks,
+        num_warps=launch.gather_warps,
+    )  # fmt: skip
+
+
+def copy_range(
+    keys: Tensor, values: Tensor, slabs: Tensor, slab_blocks: int, block: int,
+    first: int, count: int, pair: int, to_store: bool,
+) -> None:  # fmt: skip
+    """Copy `count` blocks between the store and K `[B', H, tokens, Dk]`, V: `move.range_kernel`.
+
+    Tokens and channels are contiguous, and so are heads over sequences; `pair` is the first
+    (sequence, head) in the store.
+    """
+    launch = _settings(keys.device)
+    total = keys.shape[0] * keys.shape[1] * count
+    row_k, row_v = block * keys.shape[3], block * values.shape[3]
+    move.range_kernel[(4 * launch.gather_programs,)](
+        keys, values, slabs, first, count, total, pair, keys.stride(1), values.stride(1),
+        KEYS=row_k, VALUES=row_v, KP=_pow2(row_k), VP=_pow2(row_v), SLAB=slab_blocks,
+        TO_STORE=to_store, num_warps=8,
+    )  # fmt: skip
+
+
+def sparse_attention(
+    query: Tensor,
+    pool: tuple[Tensor, Tensor],
+    attended: Tensor,
+    ring: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    committed: Tensor,
+    positions: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Attention over chosen slots and the tail: query `[B, H, Q, D]` to `[B, H, Q, Dv]`."""
+    batch, heads, rows, dim = query.shape
+    block, v_dim, count = pool[0].shape[3], pool[1].shape[4], attended.shape[1]
+    launch = _settings(query.device)
+    per_step = max(1, min(launch.attention_slots * 16 // block, _pow2(count, 1)))
+    while per_step * block < 16:
+        per_step *= 2
+    steps = max(1, triton.cdiv(count, per_step * launch.attention_programs))
+    programs = triton.cdiv(count, per_step * steps) + 1
+    shape = (batch * heads, programs, rows)
+    out = query.new_empty(*shape, v_dim, dtype=torch.float32)
+    peak, total = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    attention.partial_attention_kernel[(batch * heads, programs)](
+        query, *pool, attended, *ring, lengths, committed, positions, out, peak, total, scaling,
+        heads, rows, positions.shape[1], count, pool[0].shape[2] - 1,
+        R=ring[0].shape[2] - 1, BLOCK=block, DK=dim, DV=v_dim, DKP=_pow2(dim), DVP=_pow2(v_dim),
+        QP=_pow2(rows),
+        SLOTS=per_step, STEPS=steps, RN=32, PRECISION=_precision(query),
+        num_warps=launch.attention_warps,
+    )  # fmt: skip
+    result = query.new_empty(batch, heads, rows, v_dim)
+    attention.merge_attention_kernel[(batch * heads, rows)](
+        out, peak, total, result, rows, programs,
+        DV=v_dim, DVP=_pow2(v_dim), PP=_pow2(programs, 1), num_warps=2,
+    )  # fmt: skip
+    return result
+
+
+__all__ = [
+    "Plan",
+    "Scores",
+    "advance",
+    "append",
+    "bounds",
+    "candidates",
+    "copy_range",
+    "gather",
+    "given",
+    "keys2bit",
+    "plan_step",
+    "sparse_attention",
+]

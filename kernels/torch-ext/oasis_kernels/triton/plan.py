@@ -1,0 +1,162 @@
+"""One program per (sequence, KV head): reduce scores, choose, compare, evict, list fetches."""
+
+import triton
+import triton.language as tl
+
+from .search import eviction_order, ordered_key, top_mask
+
+
+@triton.jit
+def row_logsumexp(partial, first, programs, stride, PP: tl.constexpr):
+    """Log-sum-exp of one query row out of its partial (maximum, sum) pairs."""
+    i_p = tl.arange(0, PP)
+    p = partial + first + i_p * stride
+    b_m = tl.load(p, mask=i_p < programs, other=float("-inf"))
+    b_s = tl.load(p + 1, mask=i_p < programs, other=0.0)
+    top = tl.max(b_m, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe + tl.log(tl.sum(b_s * tl.exp(b_m - safe), 0))
+
+
+@triton.jit
+def reduced_score(
+    logits, partial, bh, i_c, N, programs, Q: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr,
+    REDUCE_MAX: tl.constexpr,
+):  # fmt: skip
+    """Score of each candidate: mean of the rows' softmax, or maximum of their logits."""
+    b_score = tl.zeros((CP,), tl.float32)
+    if REDUCE_MAX:
+        b_score += float("-inf")
+    for q in range(Q):
+        b_l = tl.load(logits + (bh * Q + q) * N + i_c, mask=i_c < N, other=float("-inf"))
+        if REDUCE_MAX:
+            b_score = tl.maximum(b_score, b_l)
+        else:
+            first = (bh * programs * Q + q) * 2
+            b_score += tl.exp(b_l - row_logsumexp(partial, first, programs, Q * 2, PP))
+    if not REDUCE_MAX:
+        b_score = b_score / Q
+    return b_score
+
+
+@triton.jit
+def candidates_kernel(
+    logits, partial, committed, chosen, H, N, M, programs, group_tokens,
+    Q: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, DIGIT_BITS: tl.constexpr,
+):  # fmt: skip
+    """The M groups with the largest bounds, in order; unfilled places name group N."""
+    bh = tl.program_id(0).to(tl.int64)
+    i_c = tl.arange(0, CP)
+    groups = tl.load(committed + bh // H) // group_tokens
+    b_score = reduced_score(logits, partial, bh, i_c, N, programs, Q, PP, CP, False)
+    key = tl.where(i_c < groups, ordered_key(b_score), tl.zeros((CP,), tl.uint32))
+    keep = top_mask(key, M, DIGIT_BITS)
+    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    found = tl.sum(keep.to(tl.int32))
+    tl.store(chosen + bh * M + place, i_c, mask=keep)
+    unfilled = (i_c >= found) & (i_c < M)
+    tl.store(chosen + bh * M + i_c, tl.zeros((CP,), tl.int32) + N, mask=unfilled)
+
+
+@triton.jit
+def plan_kernel(
+    logits, partial, chosen, committed,
+    slot_of_block, block_of_slot, last_selected, clock,
+    attended, now_list, now_count, later_list, later_count, victims, counters,
+    H, N, C, programs, S, K, sinks, cap, now_above,
+    Q: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr, CANDIDATES: tl.constexpr,
+    PP: tl.constexpr, CP: tl.constexpr, SP: tl.constexpr, KP: tl.constexpr,
+    REDUCE_MAX: tl.constexpr, DIGIT_BITS: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Choose K of C candidate blocks, plan the moves, update the tables.
+
+    Arrays: logits `[BH, Q, C]`; chosen `[BH, C / PER]` groups of the candidates; slot_of_block
+    `[BH, N + 1]`, block_of_slot and last_selected `[BH, S + 1]`; attended `[BH, K]` slots in block
+    order, -1 behind the last; now_list and later_list `[BH * K, 3]` of (bh, block, slot); victims
+    `[BH, S]` scratch; counters `[7]`: wanted, hits,
+    now, later, turnover, filled, steps.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    i_c = tl.arange(0, CP)
+    blocks = tl.load(committed + bh // H) // BLOCK
+    if CANDIDATES:
+        group = tl.load(chosen + bh * (C // PER) + i_c // PER, mask=i_c < C, other=N)
+        ids = group * PER + i_c % PER
+    else:
+        ids = i_c
+    b_score = reduced_score(logits, partial, bh, i_c, C, programs, Q, PP, CP, REDUCE_MAX)
+    b_score = tl.where(ids < sinks, float("inf"), b_score)
+    live = (i_c < C) & (ids < blocks) & (b_score > float("-inf"))
+    key = tl.where(live, ordered_key(b_score), tl.zeros((CP,), tl.uint32))
+    wanted = top_mask(key, K, DIGIT_BITS)
+
+    now_time = tl.load(clock) - 1 if FILL else tl.load(clock)
+    slot = tl.load(slot_of_block + bh * (N + 1) + ids, mask=wanted, other=-1)
+    hit = wanted & (slot >= 0)
+    ages = last_selected + bh * (S + 1)
+    before = tl.load(ages + slot, mask=hit, other=-2)
+    tl.store(ages + slot, tl.zeros((CP,), tl.int32) + now_time, mask=hit)
+    miss = wanted & (slot < 0)
+    now = miss & (b_score > now_above)
+    later = miss & (b_score <= now_above)
+    if cap > 0:
+        if tl.sum(later.to(tl.int32)) > cap:
+            later = top_mask(tl.where(later, key, tl.zeros((CP,), tl.uint32)), cap, DIGIT_BITS)
+    else:
+        later = later & (cap > 0)
+    take = now | later
+    taken = tl.sum(take.to(tl.int32))
+    given = tl.zeros((CP,), tl.int32) - 1
+    if taken > 0:
+        # The ages written above are read back by other threads of this program.
+        tl.debug_barrier()
+        i_s = tl.arange(0, SP)
+        owners = block_of_slot + bh * (S + 1)
+        age = tl.load(ages + i_s, mask=i_s < S, other=0)
+        owner = tl.load(owners + i_s, mask=i_s < S, other=0)
+        order = tl.where(i_s < S, eviction_order(owner, age, now_time), tl.zeros((SP,), tl.uint32))
+        victim = top_mask(order, taken, DIGIT_BITS)
+        rank = tl.cumsum(victim.to(tl.int32), 0) - 1
+        tl.store(victims + bh * S + rank, i_s, mask=victim)
+        tl.debug_barrier()
+        turn = tl.cumsum(take.to(tl.int32), 0) - 1
+        given = tl.load(victims + bh * S + turn, mask=take, other=-1)
+        old = tl.load(owners + given, mask=take, other=-1)
+        homes = slot_of_block + bh * (N + 1)
+        tl.store(homes + old, tl.zeros((CP,), tl.int32) - 1, mask=take & (old >= 0))
+        tl.store(homes + ids, given, mask=take)
+        tl.store(owners + given, ids, mask=take)
+        tl.store(ages + given, tl.zeros((CP,), tl.int32) + now_time, mask=take)
+        if tl.sum(now.to(tl.int32)) > 0:
+            n_now = tl.sum(now.to(tl.int32))
+            place = tl.atomic_add(now_count, n_now) + tl.cumsum(now.to(tl.int32), 0) - 1
+            entry = now_list + place * 3
+            tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=now)
+            tl.store(entry + 1, ids, mask=now)
+            tl.store(entry + 2, given, mask=now)
+        if tl.sum(later.to(tl.int32)) > 0:
+            n_later = tl.sum(later.to(tl.int32))
+            place = tl.atomic_add(later_count, n_later) + tl.cumsum(later.to(tl.int32), 0) - 1
+            entry = later_list + place * 3
+            tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=later)
+            tl.store(entry + 1, ids, mask=later)
+            tl.store(entry + 2, given, mask=later)
+    if FILL:
+        tl.atomic_add(counters + 5, tl.sum(now.to(tl.int64)))
+    else:
+        use = hit | now
+        place = tl.cumsum(use.to(tl.int32), 0) - 1
+        used = tl.sum(use.to(tl.int32))
+        source = tl.where(hit, slot, given)
+        tl.store(attended + bh * K + place, source, mask=use)
+        i_k = tl.arange(0, KP)
+        unused = (i_k >= used) & (i_k < K)
+        tl.store(attended + bh * K + i_k, tl.zeros((KP,), tl.int32) - 1, mask=unused)
+        stayed = hit & (before == now_time - 1)
+        n_wanted = tl.sum(wanted.to(tl.int64))
+        tl.atomic_add(counters + 6, tl.where(bh == 0, 1, 0).to(tl.int64))
+        tl.atomic_add(counters, n_wanted)
+        tl.atomic_add(counters + 1, tl.sum(hit.to(tl.int64)))
+        tl.atomic_add(counters + 2, tl.sum(now.to(tl.int64)))
+        tl.atomic_add(counters + 3, tl.sum(later.to(tl.int64)))
+        tl.atomic_add(counters + 4, n_wanted - tl.sum(stayed.to(tl.int64)))
