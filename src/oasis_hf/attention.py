@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -98,11 +98,6 @@ def oasis_mask(
     ours = isinstance(kv_length, OasisLength)
     if ours or (config is not None and compat.slices_masks(config)):
         kwargs["allow_is_causal_skip"] = False
-    if not ours and config is not None and compat.refuses_sdpa(config):
-        raise OasisUnsupportedError(
-            f"{config.model_type}: with a cache other than OasisCache, attention 'oasis' is sdpa, "
-            "which this model does not support; load it with another attention implementation"
-        )
     return sdpa_mask(
         batch_size,
         q_length,
@@ -151,6 +146,13 @@ def oasis_attention(
                 "(latent KV, repeated heads, K and V shared across devices); OasisCache cannot "
                 "serve this model"
             )
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and compat.refuses_sdpa(config):
+            raise OasisUnsupportedError(
+                f"{name}: Transformers does not run this model with sdpa, which attention 'oasis' "
+                "is for sliding layers and other caches; use another attention implementation for "
+                "this model"
+            )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -158,7 +160,8 @@ def oasis_attention(
     new, rows = pending is layer, query.shape[2]
     if new and key.shape[2] != rows:
         raise OasisUnsupportedError(
-            f"{name}: {key.shape[2]} new K and V for {rows} queries; cross-attention is not supported"
+            f"{name}: {key.shape[2]} new K and V for {rows} queries; cross-attention is not "
+            "supported"
         )
     valid = None
     if isinstance(attention_mask, OasisMask) and attention_mask.real is not None:
@@ -206,8 +209,8 @@ def _check(
         )
     if mask is None:
         raise OasisUnsupportedError(
-            f"{name}: no mask reached an OasisCache layer, so padding would go unnoticed; the model "
-            "does not build its masks with Transformers' create_causal_mask"
+            f"{name}: no mask reached an OasisCache layer, so padding would go unnoticed; the "
+            "model does not build its masks with Transformers' create_causal_mask"
         )
     if not isinstance(mask, OasisMask):
         raise OasisUnsupportedError(

@@ -24,6 +24,9 @@ from .runtime import ForwardHook
 from .stats import CacheStats
 from .support import build_layers
 
+Checkpoint = tuple[int, dict[int, dict[str, Any]]]
+"""Columns, and the attributes of each of Transformers' own layers."""
+
 
 class OasisCache(compat.Cache):
     """A KV cache whose full contents live in host memory, attended to sparsely.
@@ -68,6 +71,7 @@ class OasisCache(compat.Cache):
         self.first_round = False
         self.prompt_expected = False
         self._verified = 0
+        self.torn = False
         self.rounds = self.drafted = self.accepted = 0
         self.hook: ForwardHook | None = None
         self.graphs: StepGraphs | None = None
@@ -90,11 +94,54 @@ class OasisCache(compat.Cache):
     ) -> tuple[Tensor, Tensor]:
         """Take one layer's new K and V `[B, H, T, D]`; attention "oasis" stores and reads them."""
         if layer_idx == self._ours[0]:
+            self._check_whole()
             self.begin(key_states.shape[2])
         layer = self.layers[layer_idx]
         if isinstance(layer, OasisLayer):
             return layer.update(key_states, value_states, dense=self._dense)
-        return layer.update(key_states, value_states, *args, **kwargs)
+        states = layer.update(key_states, value_states, *args, **kwargs)
+        if compat.is_sliding(layer):
+            return compat.visible(layer, key_states.shape[2], *states)
+        return states
+
+    def _check_whole(self) -> None:
+        """Refuse to go on from a forward that broke off part of the way."""
+        held = {self.layers[number].columns for number in self._ours}
+        ahead = self.ledger.columns - max(held)
+        if self.hook is None and len(held) == 1 and ahead > 0:
+            self.ledger.remove(ahead)
+            self.torn = len(self._ours) < len(self.layers)
+        if self.torn or len(held) > 1:
+            raise OasisUnsupportedError(
+                "an earlier forward broke off part of the way, and its tokens cannot be taken back "
+                "from every layer; call cache.reset() and read the prompt again"
+            )
+
+    def checkpoint(self) -> Checkpoint:
+        """Where to return to if the next forward breaks off."""
+        native = [n for n in range(len(self.layers)) if n not in self._ours]
+        # Their updates replace tensors; a recurrent state alone is changed in place.
+        return self.ledger.columns, {n: dict(vars(self.layers[n])) for n in native}
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Undo a forward that broke off, in every layer."""
+        columns, native = checkpoint
+        self.torn = any(compat.is_linear(self.layers[number]) for number in native)
+        for number, state in native.items():
+            vars(self.layers[number]).update(state)
+        self.ledger.remove(self.ledger.columns - columns)
+        if not columns:
+            # The next prompt may have another batch size.
+            self.ledger.reset()
+        real = self.ledger.real()
+        for layer in (self.layers[number] for number in self._ours):
+            if not columns:
+                layer.reset()
+            elif isinstance(layer, OasisLayer):
+                layer.roll_back(columns, None if real is None else real.sum(1).to(layer.device))
+            else:
+                layer.drop(layer.columns - columns, 0)
+        self._verified = 0
 
     def is_verification(self, rows: int) -> bool:
         """Whether the next forward, of `rows` tokens, verifies drafts."""
@@ -185,12 +232,17 @@ class OasisCache(compat.Cache):
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""
         self.ledger.reset()
-        self._recording = self.first_round = self.prompt_expected = False
+        self._recording = self.first_round = self.prompt_expected = self.torn = False
         self._verified = self.rounds = self.drafted = self.accepted = 0
-        for layer in self.layers:
+        # Transformers' layers would keep zeroed tensors of the old shape.
+        native = compat.native_layers(self.model_config)
+        for number, layer in enumerate(self.layers):
+            if number not in self._ours:
+                self.layers[number] = native[number]
+                continue
+            layer.reset()
             if isinstance(layer, OasisLayer):
                 layer.recording = False
-        super().reset()
 
     # ---- beyond the contract -------------------------------------------------------------------
 

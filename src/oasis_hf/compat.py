@@ -62,7 +62,7 @@ def refuses_sdpa(config: PreTrainedConfig) -> bool:
     """Whether a model is one that Transformers does not run with sdpa; False if it is not found."""
     module = _modeling(config)
     models = [own for own in _classes(module) if issubclass(own, PreTrainedModel)] if module else []
-    return bool(models) and not any(own._supports_sdpa for own in models)
+    return bool(models) and not any(getattr(x, "_supports_sdpa", True) for x in models)
 
 
 def slices_masks(config: PreTrainedConfig) -> bool:
@@ -101,6 +101,15 @@ def is_sliding(layer: Any) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
 
 
+def visible(layer: Any, rows: int, *states: Any) -> tuple[Any, Any]:
+    """What a sliding layer's mask covers of the K and V `[B, H, L, D]` that its update returned.
+
+    A layer that records its past, for a crop that may come, returns all of it in early versions.
+    """
+    k, v = (state[:, :, -(layer.sliding_window - 1 + rows) :] for state in states)
+    return k, v
+
+
 def is_linear(layer: Any) -> bool:
     """Whether a native layer holds only recurrent state."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
@@ -130,4 +139,5 @@ __all__ = [
     "refuses_sdpa",
     "slices_masks",
     "text_config",
+    "visible",
 ]

@@ -57,6 +57,10 @@ class OasisConfig:
     graphs: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dense_layers, list | tuple | range | set | frozenset):
+            raise OasisConfigError(
+                f"dense_layers: got {self.dense_layers!r}, expected layer numbers like (0, 1)"
+            )
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         self._check_counts()
         self._check_choices()
@@ -123,7 +127,7 @@ class OasisConfig:
                     f"on_miss: got {miss!r}, expected 'skip', 'fetch' or a share of attention "
                     "between 0 and 1 such as 0.01"
                 )
-        elif isinstance(miss, bool) or not 0 < miss < 1:
+        elif isinstance(miss, bool) or not isinstance(miss, int | float) or not 0 < miss < 1:
             raise OasisConfigError(
                 f"on_miss: got {miss!r}, expected 'skip', 'fetch' or a share of attention between "
                 "0 and 1 such as 0.01"

@@ -6,6 +6,7 @@ of a layer's storage, so a layer may be prefilled, saved or cropped without know
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .geometry import ceil_div
 from .index import Index, Keys2BitIndex, MinMaxIndex
-from .index.keys2bit import CANDIDATE_SHARE
+from .index.keys2bit import candidate_tokens
 from .ops import kernels
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Engine(ABC):
     """Runs the decode steps of one layer."""
 
     def __init__(self, storage: LayerStorage) -> None:
-        self.s = storage
+        # Not a cycle: a cache's memory is freed with its last reference, not by the collector.
+        self.s: LayerStorage = weakref.proxy(storage)
 
     @property
     def flushes(self) -> int:
@@ -45,7 +47,7 @@ class Engine(ABC):
             valid: `[B, T]` bool, or None if all rows are real.
 
         Returns:
-            `[B, T]` int64 positions of the rows.
+            `[B, T]` int64 positions of the rows, -1 for padding: such a row sees nothing.
         """
 
     @abstractmethod
@@ -85,7 +87,7 @@ class ReferenceEngine(Engine):
         positions = s.lengths[:, None] + seen - 1
         s.tail.write(key, value, positions, valid)
         s.lengths += seen[:, -1]
-        return positions
+        return torch.where(valid, positions, -1)
 
     def _flush(self) -> None:
         """Move the oldest full group of the tail into store, index and pool, where there is one."""
@@ -109,7 +111,7 @@ class ReferenceEngine(Engine):
         mask = s.tail.mask(s.lengths, s.committed, positions)
         score = self._score(query.float() * scaling, mask)
         if s.cold:
-            plan = s.residency.step(score, s.geometry.slots, float("-inf"), 0)
+            plan = s.residency.step(self._fill_score(score), s.geometry.slots, float("-inf"), 0)
             self._fetch(plan.ids, plan.now)
             s.counters.fill(plan)
         plan = s.residency.step(
@@ -140,7 +142,18 @@ class ReferenceEngine(Engine):
         number = torch.arange(score.shape[-1], device=s.device)
         sinks = ceil_div(s.config.sink_tokens, block)
         sink = (number[None] < committed[:, None]) & (number < sinks)
-        return torch.where(sink[:, None], float("inf"), score)
+        # Rows of padding want nothing, sinks included.
+        sink = sink[:, None] & (rest > float("-inf")).any(-1, keepdim=True)
+        return torch.where(sink, float("inf"), score)
+
+    def _fill_score(self, score: Tensor) -> Tensor:
+        """Score for the first fill; a sequence that has only padding in this step takes any block,
+        the newest first."""
+        s = self.s
+        number = torch.arange(score.shape[-1], device=s.device)
+        live = number[None] < s.committed[:, None] // s.geometry.block
+        none = score.amax(-1, keepdim=True) == float("-inf")
+        return torch.where(none & live[:, None], 0.0, score)
 
     def _prefetch(self, plan: StepPlan) -> None:
         """Fetch for the next step, behind the attention of this one."""
@@ -262,13 +275,16 @@ class TritonEngine(Engine):
         arrays = s.index.arrays
         if self.kind == 1:
             low, high = arrays["low"], arrays["high"]
-            return k.bounds(rows, low, high, s.committed, scaling, g.block, False)
-        if self.kind == 2:
-            coarse = k.bounds(
-                rows, arrays["lowest"], arrays["step"], s.committed, scaling, g.group, True
+            return k.bounds(
+                rows, low, high, s.committed, positions, scaling, g.block, s.scanned, False
             )
-            groups = arrays["codes"].shape[2] - 1
-            wanted = ceil_div(CANDIDATE_SHARE * g.budget_blocks * g.block, g.group)
+        if self.kind == 2:
+            groups = s.scanned * g.block // g.group
+            low, step = arrays["lowest"], arrays["step"]
+            coarse = k.bounds(
+                rows, low, step, s.committed, positions, scaling, g.group, groups, True
+            )
+            wanted = ceil_div(candidate_tokens(s.config.budget), g.group)
             chosen = k.candidates(coarse, s.committed, min(wanted, groups), g.kv_heads, g.group)
             return k.keys2bit(
                 rows,
@@ -284,7 +300,7 @@ class TritonEngine(Engine):
         mask = s.tail.mask(s.lengths, s.committed, positions)
         scaled = rows.float() * scaling
         rest = s.ops.tail_logsumexp(scaled.unflatten(2, (-1, positions.shape[1])), s.tail.k, mask)
-        return k.given(s.index.score(scaled, s.committed // g.block, rest))
+        return k.given(s.index.score(scaled, s.committed // g.block, rest), positions)
 
     def _choose(
         self, scores: Any, plan: Any, count: int, cap: int, now_above: float, fill: bool

@@ -107,6 +107,10 @@ class StepGraphs:
         self.captured = self.replayed = 0
         self.eager: dict[str, int] = {}
 
+    def summary(self) -> dict[str, Any]:
+        """Counts, and why steps ran eagerly."""
+        return {"captured": self.captured, "replayed": self.replayed, "eager": dict(self.eager)}
+
     def __call__(self, forward: Any, kwargs: dict[str, Any]) -> Any:
         """Run one forward of the model, by a graph where possible."""
         cache = self._cache()
@@ -153,7 +157,8 @@ class StepGraphs:
     ) -> tuple[Any, ...]:
         first = cache.offloaded[0]
         state = (id(first.store), first.store.blocks, first.tail.k.data_ptr())
-        return state, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
+        scanned = first.scanned_after(ids.shape[1])
+        return state, scanned, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
 
     def _obstacle(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
         """Why this step cannot be a graph, or None."""

@@ -248,6 +248,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.columns = 0
         if self.is_initialized:
             self.is_initialized = False
+            self.engine.join()
             del self.store, self.pool, self.tail, self.index, self.residency, self.engine
 
     def offload(self) -> None:

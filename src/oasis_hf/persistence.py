@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from . import compat
 from .handle import OasisUnsupportedError
@@ -54,8 +55,8 @@ def fingerprint(model: torch.nn.Module | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _identity(cache: OasisCache) -> dict[str, Any]:
-    config = compat.text_config(cache.model_config)
+def _identity(model_config: PreTrainedConfig) -> dict[str, Any]:
+    config = compat.text_config(model_config)
     return {name: getattr(config, name, None) for name in SHAPE}
 
 
@@ -86,7 +87,7 @@ def save(cache: OasisCache, path: str | Path) -> None:
         tensors["real"] = real.cpu().contiguous()
     header = {
         "format": FORMAT,
-        "model": json.dumps(_identity(cache)),
+        "model": json.dumps(_identity(cache.model_config)),
         "fingerprint": fingerprint(cache.model),
         "options": json.dumps(cache.oasis_config.as_dict()),
         "numbers": json.dumps(numbers),
@@ -102,7 +103,7 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
     Raises:
         SavedCacheError: another format or another model, naming the field.
     """
-    with safe_open(str(path), framework="pt") as file:
+    with _open(path) as file:
         header = file.metadata() or {}
         if header.get("format") != FORMAT:
             raise SavedCacheError(
@@ -115,8 +116,8 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
         raise SavedCacheError(
             f"saved cache: its index {chosen['index']!r} is not built in; pass index=YourIndex"
         )
+    _check_model(json.loads(header["model"]), _identity(getattr(model, "config", model)))
     cache = cls(model, **chosen)
-    _check_model(json.loads(header["model"]), _identity(cache))
     here, there = fingerprint(cache.model), header["fingerprint"]
     if here and there and here != there:
         raise SavedCacheError(
@@ -125,6 +126,16 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
         )
     _restore(cache, tensors, json.loads(header["numbers"]))
     return cache
+
+
+def _open(path: str | Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise SavedCacheError(
+            f"saved cache: got a file that is not safetensors ({error}), expected one written by "
+            f"OasisCache.save; check {path}"
+        ) from error
 
 
 def _check_model(saved: dict[str, Any], wanted: dict[str, Any]) -> None:

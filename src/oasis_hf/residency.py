@@ -145,6 +145,11 @@ class Residency:
         self.block_of_slot[row].masked_fill_(gone, -1)
         self.last_selected[row].masked_fill_(gone, -1)
 
+    def clear(self) -> None:
+        """Evict everything."""
+        for table in self.tables:
+            table.fill_(-1)
+
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation."""
         self.slot_of_block = fn(self.slot_of_block)

@@ -1,14 +1,15 @@
-"""The forward pre-hook that a cache puts on its model: pieces of prompts, repair of re-fed tokens.
+"""The hooks that a cache puts on its model: pieces of prompts, repair of re-fed tokens, undo.
 
 Transformers ignores `prefill_chunk_size` under assisted decoding, and feeds the whole prompt again
 to a cache that already holds part of it: under assisted decoding in every supported version, and
-with `prefill_chunk_size` before 5.23. The hook sees both and sets them right.
+with `prefill_chunk_size` before 5.23. The hook sees both and sets them right. A forward that breaks
+off (out of memory, a wrong mask, an interrupt) leaves some layers ahead of others: it is undone.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,46 +18,90 @@ from .compat import cache_of
 from .handle import OasisUnsupportedError, never_attended, take_pending
 
 if TYPE_CHECKING:
-    from .cache import OasisCache
+    from .cache import Checkpoint, OasisCache
 
 
 class ForwardHook:
     """Two public torch hooks around the forward; they act only on calls that carry their cache."""
 
+    # torch walks the model's own table of hooks after an error: none may leave it meanwhile.
+    _walked = 0
+    _late: ClassVar[list[ForwardHook]] = []
+
     def __init__(self, model: torch.nn.Module, cache: OasisCache) -> None:
+        self._remove_late()
         self._cache = weakref.ref(cache)
         self._inside = False
+        self._checkpoint: Checkpoint | None = None
         self._handles = [
             model.register_forward_pre_hook(self, with_kwargs=True),
             model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Take the hooks off the model, or have that done before the next forward."""
+        if ForwardHook._walked:
+            self._late.append(self)
+            return
         for handle in self._handles:
             handle.remove()
 
+    @classmethod
+    def _remove_late(cls) -> None:
+        """Remove the hooks of caches that died while another's forward was being undone."""
+        while cls._late and not cls._walked:
+            cls._late.pop().remove()
+
     def _after(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        output: Any = None,
     ) -> None:
         """Notice a last update whose attention never ran; after an error there is no output."""
         cache = self._cache()
-        if cache is None or cache_of(kwargs) is not cache:
+        if cache is None or kwargs is None or cache_of(kwargs) is not cache:
             return
         missed = take_pending()
+        if self._inside:
+            return
+        if missed is not None or output is None:
+            ForwardHook._walked += 1
+            try:
+                self._undo(cache)
+            finally:
+                ForwardHook._walked -= 1
+        self._checkpoint = None
         if missed is not None and output is not None:
             raise never_attended(missed)
 
+    def _undo(self, cache: OasisCache) -> None:
+        """Undo the forward in progress, if it broke off."""
+        if self._checkpoint is not None:
+            cache.roll_back(self._checkpoint)
+        self._checkpoint = None
+
     def __call__(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Adjust one forward call of `model`."""
+        """Adjust one forward call of `model`.
+
+        Of a hook that is removed while others run, torch forgets that it takes `kwargs`.
+        """
+        self._remove_late()
         cache = self._cache()
-        if cache is None or cache_of(kwargs) is not cache:
+        if cache is None or kwargs is None or cache_of(kwargs) is not cache:
             return None
         take_pending()
         if self._inside:
             return None
+        # An interrupt leaves a forward without the hook after it.
+        self._undo(cache)
+        self._checkpoint = cache.checkpoint()
         if len(args) == 1 and isinstance(args[0], Tensor):
             kwargs = dict(kwargs, input_ids=args[0])
             args = ()
@@ -67,6 +112,7 @@ class ForwardHook:
         keep = kwargs.get("logits_to_keep", 0)
         keep = keep if isinstance(keep, int) else 0
         self._drop_cached(cache, kwargs, keep)
+        self._checkpoint = cache.checkpoint()
         if kwargs["input_ids"].shape[1] > 1 and keep == 1:
             cache.prompt_expected = True
         self._feed_pieces(model, cache, kwargs, keep)

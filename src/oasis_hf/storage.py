@@ -79,6 +79,20 @@ class LayerStorage:
         self.residency.ensure(self.index.capacity)
         self.columns += rows
 
+    @property
+    def scanned(self) -> int:
+        """Blocks that a scan of the index covers: all that hold tokens, rounded up.
+
+        A power of two where the capacity allows, so that it changes rarely: graphs bake it in.
+        """
+        return self.scanned_after(0)
+
+    def scanned_after(self, rows: int) -> int:
+        """`scanned`, once `rows` more tokens are given."""
+        need = round_up(self.columns + rows, self.geometry.group)
+        blocks = max(need // self.geometry.block, 1)
+        return min(1 << (blocks - 1).bit_length(), self.index.capacity)
+
     def history(self, lengths: list[int], room: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
         """The first tokens of each sequence, read back from store and tail.
 
@@ -148,12 +162,13 @@ class LayerStorage:
             self.store.write_range(rows, committed // g.block, blocks_k, blocks_v)
             groups = k[:, :, :moved].unflatten(2, (-1, g.group))
             self.index.write_range(rows, committed // g.group, groups)
+            # From here on the ring may lose what is in the store.
+            self.committed[rows] = committed + moved
         place = torch.arange(committed + moved, committed + total, device=self.device)
         place = place % self.tail.places
         self.tail.k[rows, :, place] = k[:, :, moved:]
         self.tail.v[rows, :, place] = v[:, :, moved:]
         self.lengths[rows] = committed + total
-        self.committed[rows] = committed + moved
 
     def reopen(self) -> None:
         """Bring the last group back into the tail where tokens that had left it were removed."""
@@ -173,8 +188,26 @@ class LayerStorage:
             self.committed[row] = start
             self.residency.forget(row, start // g.block)
 
+    def roll_back(self, columns: int, lengths: Tensor | None) -> None:
+        """Return to the first columns, whatever a forward that broke off has left behind.
+
+        Args:
+            columns: columns to keep.
+            lengths: `[B]` real tokens among them, or None if all are real.
+        """
+        self.engine.join()
+        self.columns, self.fresh, self.cold = columns, 0, True
+        if lengths is None:
+            self.lengths.fill_(columns)
+        else:
+            self.lengths.copy_(lengths)
+        self.reopen()
+        # A slot may have been given to a block that never arrived.
+        self.residency.clear()
+
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation to every part."""
+        self.engine.join()
         for part in (self.store, self.pool, self.tail, self.index, self.residency):
             part.map_batch(fn)
         self.lengths, self.committed = fn(self.lengths), fn(self.committed)

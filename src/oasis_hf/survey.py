@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,7 +60,7 @@ class _Untestable(Exception):
 
 
 class _Wrong(Exception):
-    """The model computes something else than it does by itself."""
+    """It computes something else than by itself."""
 
 
 def survey(model_type: str, **options: Any) -> Verdict:
@@ -99,7 +100,7 @@ def _try(verdict: Verdict, options: dict[str, Any]) -> Verdict:
     cache = OasisCache(ours, **options)
     if trial is None:
         raise _Untestable(f"fails with its own DynamicCache: {failure}")
-    error = trial.compare(ours, cache)
+    alone = trial.compare(ours, cache)
     seen = {layer.columns for layer in cache.offloaded}
     if seen == {0}:
         raise _Untestable("does not use the cache that it is given")
@@ -114,7 +115,7 @@ def _try(verdict: Verdict, options: dict[str, Any]) -> Verdict:
         detail="; ".join(remarks + more),
         offloaded=len(cache.offloaded),
         native=len(native),
-        error=max(error, padded),
+        error=max(alone, padded),
     )
 
 
@@ -124,15 +125,13 @@ def _config(model_type: str) -> tuple[PreTrainedConfig, list[str]]:
         config = tiny.tiny_config(model_type)
     except Exception as error:
         raise _Untestable(f"no tiny config can be built: {_brief(error)}") from error
-    if not vars(config).get("sliding_window") or vars(config).get("layer_types"):
-        return config, []
-    if not all(compat.is_sliding(layer) for layer in compat.native_layers(config)):
-        return config, []
-    try:
-        config = tiny.tiny_config(model_type, sliding_window=None)
-    except Exception:
-        return config, []
-    return config, ["only without a sliding window in its config"]
+    own = vars(config)
+    if own.get("sliding_window") and not own.get("layer_types"):
+        with suppress(Exception):
+            if all(compat.is_sliding(layer) for layer in compat.native_layers(config)):
+                config = tiny.tiny_config(model_type, sliding_window=None)
+                return config, ["only without a sliding window in its config"]
+    return config, []
 
 
 def _models(config: PreTrainedConfig, class_name: str) -> tuple[Any, Any]:
@@ -208,13 +207,11 @@ def _with_other_cache(trial: _Trial, ours: Any, config: PreTrainedConfig) -> lis
         return [f"other caches are refused: {error}"]
     except _Wrong as error:
         wrong = error
-    try:
+    with suppress(Exception):
         sdpa = tiny.tiny_model(config, type(ours).__name__, "sdpa")
         want = _decode(sdpa, _native(sdpa), trial.ids, keep=STEPS)
         if _same(_decode(ours, _native(ours), trial.ids, keep=STEPS), want):
             return ["its own sdpa differs from eager"]
-    except Exception:
-        pass
     raise _Wrong(f"attention {NAME!r} with DynamicCache: {wrong}")
 
 
@@ -251,10 +248,8 @@ def _decode(
         keep: how many of the prompt's logits to ask for, from its end; 0 for all.
         choose: write the greedy tokens over the last tokens of `ids`.
     """
-    # Some models hash at random.
-    torch.manual_seed(0)
-    takes = inspect.signature(model.forward).parameters
-    total = ids.shape[1]
+    torch.manual_seed(0)  # Some models hash at random.
+    takes, total = inspect.signature(model.forward).parameters, ids.shape[1]
     logits: list[Tensor] = []
     for start in (0, *range(total - STEPS, total)):
         end = start + 1 if start else total - STEPS

@@ -21,6 +21,7 @@ SCALE = 0.2
 _SIZES: dict[str, Any] = {
     # Vocabulary, width and depth.
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 128),
+    **dict.fromkeys(("shape_vocab_size", "pronunciation_vocab_size"), 128),
     "encoder_hash_byte_group_vocab": 128,
     **dict.fromkeys(
         (
@@ -35,7 +36,7 @@ _SIZES: dict[str, Any] = {
         64,
     ),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim"), 96),
-    **dict.fromkeys(("encoder_ffn_dim", "ffn_hidden_size", "expert_ffn_hidden_size"), 96),
+    **dict.fromkeys(("dff", "encoder_ffn_dim", "ffn_hidden_size", "expert_ffn_hidden_size"), 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("encoder_layers", "num_encoder_layers"), LAYERS),
@@ -75,7 +76,16 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
     "mamba_d_ssm": 128,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 32),
     "lru_width": 64,
+}
+
+_GEMMA4 = {"global_head_dim": 32}
+_DOTS3 = {
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("swa_q_lora_rank", "swa_head_dim"), 24),
+    **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 16),
+    "swa_kv_lora_rank": 32,
 }
 
 # What some types need besides.
@@ -91,19 +101,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    **dict.fromkeys(
-        ("dots3_note", "dots3_note_text"),
-        {
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 4,
-            "swa_q_lora_rank": 24,
-            "swa_kv_lora_rank": 32,
-            "swa_head_dim": 24,
-            "swa_qk_nope_head_dim": 16,
-            "swa_v_head_dim": 16,
-        },
-    ),
+    "dots3_note": _DOTS3,
+    "dots3_note_text": _DOTS3,
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
+    **dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), _GEMMA4),
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hrm_text": {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 1},

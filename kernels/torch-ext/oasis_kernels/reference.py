@@ -81,7 +81,7 @@ def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bits first), lowest `[..., D]` and step `[..., D]` in the dtype of `keys`.
     """
     lowest = keys.amin(-2)
-    step = ((keys.amax(-2).float() - lowest.float()) / 3).to(keys.dtype)
+    step = ((keys.amax(-2).float() - lowest.float()) * (1 / 3)).to(keys.dtype)
     scale = torch.where(step > 0, step, torch.ones_like(step)).float()
     offset = keys.float() - lowest.float().unsqueeze(-2)
     code = (offset / scale.unsqueeze(-2) + 0.5).floor().clamp(0, 3).to(torch.uint8)
@@ -110,7 +110,18 @@ def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return up + query.clamp(max=0) @ low.float().transpose(-1, -2)
 
 
-def reduce_rows(logits: Tensor, live: Tensor, rest: Tensor | None, reduction: str) -> Tensor:
+def truncate_share(share: Tensor) -> Tensor:
+    """Keep the upper 16 bits of float32 shares, as bfloat16 would: 8 bits of precision.
+
+    Blocks whose shares differ by less are as good as each other; ranking them by 16 bits halves the
+    passes of a threshold search, and the choice no longer hangs on the rounding of a backend.
+    """
+    return (share.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
+
+
+def reduce_rows(
+    logits: Tensor, live: Tensor, rest: Tensor | None, reduction: str, real: Tensor | None = None
+) -> Tensor:
     """Turn per-query block logits into one score per block and KV head.
 
     Args:
@@ -118,18 +129,28 @@ def reduce_rows(logits: Tensor, live: Tensor, rest: Tensor | None, reduction: st
         live: `[B, 1, N]` bool, blocks that may be chosen.
         rest: `[B, H, Q]` log of the attention outside the blocks (the tail), or None.
         reduction: "mean" of the per-query softmax, or "max" of the raw logits (the paper's).
+        real: `[B, H, Q]` bool, False for rows of padding, which have no say; None if all are real.
 
     Returns:
-        `[B, H, N]` float32; -inf where not live.
+        `[B, H, N]` float32; -inf where not live, and where all rows are padding.
     """
     logits = torch.where(live[:, :, None], logits, NEG_INF)
+    if real is not None:
+        live = live & real.any(-1, keepdim=True)
+        if reduction == "max":
+            logits = torch.where(real[..., None], logits, NEG_INF)
     if reduction == "max":
         return logits.amax(2)
     total = torch.logsumexp(logits, -1)
     if rest is not None:
         total = torch.logaddexp(total, rest)
-    share = torch.exp(logits - total[..., None]).mean(2)
-    return torch.where(live, share, NEG_INF)
+    share = torch.exp(logits - total[..., None])
+    if real is None:
+        share = share.mean(2)
+    else:
+        share = torch.where(real[..., None], share, 0.0).sum(2)
+        share = share / real.sum(2, keepdim=True).clamp(min=1)
+    return torch.where(live, truncate_share(share), NEG_INF)
 
 
 def select_blocks(score: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,17 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench
+from .models import models
+
 app = typer.Typer(
     name="oasis-hf",
     help="Sparse attention over a KV cache in host memory, for Hugging Face Transformers.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+app.command()(models)
+app.command()(bench)
 
 
 @app.callback()

@@ -97,16 +97,18 @@ class Index(ABC):
         Args:
             query: `[B, H, Q, D]` float32, scaled.
             committed: `[B]` blocks that are indexed.
-            rest: `[B, H, Q]` log of the attention given to the tail.
+            rest: `[B, H, Q]` log of the attention given to the tail; -inf for rows of padding.
 
         Returns:
             `[B, H, N]` float32, -inf for blocks that are not indexed or left out.
         """
         number = torch.arange(self.capacity, device=query.device)
         live = (number[None] < committed[:, None])[:, None]
-        logits = self.block_logits(query, live)
+        # A real row sees at least itself in the tail.
+        real = rest > float("-inf")
+        logits = self.block_logits(torch.where(real[..., None], query, 0.0), live)
         return self.ops.reduce_rows(
-            logits, live, rest if self.estimates_mass else None, self.reduction
+            logits, live, rest if self.estimates_mass else None, self.reduction, real
         )
 
     @property

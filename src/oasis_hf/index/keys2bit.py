@@ -7,8 +7,16 @@ from ..geometry import ceil_div
 from .base import Index
 
 GROUP_TOKENS = 64
-CANDIDATE_SHARE = 8
-"""Candidates refined at two bits, per block of budget."""
+LEAST_CANDIDATES = 8192
+
+
+def candidate_tokens(budget: int) -> int:
+    """Tokens whose groups are refined at two bits, for a budget of tokens.
+
+    Four times the budget, but never few: the coarse bounds of 64 tokens keep the attention mass, and
+    still lose single tokens that matter, such as a needle. Refining 8K tokens costs microseconds.
+    """
+    return max(4 * budget, LEAST_CANDIDATES)
 
 
 class Keys2BitIndex(Index):
@@ -42,7 +50,7 @@ class Keys2BitIndex(Index):
         codes, lowest, step = (self.arrays[n][:, :, :-1] for n in ("codes", "lowest", "step"))
         groups, tokens = codes.shape[2], codes.shape[3]
         per_group = tokens // self.block
-        wanted = ceil_div(CANDIDATE_SHARE * self.budget_blocks, per_group)
+        wanted = ceil_div(candidate_tokens(self.budget_blocks * self.block), tokens)
         if wanted >= groups:
             keys = self.ops.dequantize_keys_2bit(codes, lowest, step)
             return self._blocks(query, keys)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
-from .pinned import pinned_zeros
+from .pinned import pinned_empty
 
 MAX_SLABS = 4096
 
@@ -91,7 +91,7 @@ class HostStore:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.table is not None and self.table.is_cuda:
-            return pinned_zeros(shape, self.dtype)
+            return pinned_empty(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype)
 
     def _add(self, slab: Tensor) -> None:

@@ -12,8 +12,8 @@ def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in registered host memory, given back when the tensor dies.
+def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised registered host memory, given back when the tensor dies.
 
     torch's own pinned allocator rounds sizes up to a power of two and keeps what is freed; a cache
     of many gigabytes cannot afford either. Whole pages are taken: no page is registered twice.
@@ -27,7 +27,7 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     pages = -(-size // PAGE) * PAGE
     raw = torch.empty(pages + PAGE, dtype=torch.uint8)
     offset = -raw.data_ptr() % PAGE
-    whole = raw[offset : offset + pages].zero_()
+    whole = raw[offset : offset + pages]
     code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), pages, 0)
     if int(code) != 0:
         raise RuntimeError(

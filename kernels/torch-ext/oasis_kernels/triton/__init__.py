@@ -26,6 +26,11 @@ def _pow2(n: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(n))
 
 
+def _asm(tensor: Tensor) -> bool:
+    """Whether inline assembly can run: on a GPU, not in the interpreter."""
+    return tensor.is_cuda
+
+
 def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
@@ -90,6 +95,7 @@ class Scores:
     Attributes:
         logits: `[BH, Q, C]` float32.
         partial: `[BH, programs, Q, 2]` float32, (maximum, sum of exp) over parts.
+        positions: `[B, T]` int64 of the rows, -1 for padding, which has no say.
         chosen: `[BH, C / per_group]` int32 groups of the candidates, or None: all blocks in order.
         per_group: blocks per group.
         reduce_max: whether rows are combined by the maximum of their logits.
@@ -99,33 +105,33 @@ class Scores:
         self,
         logits: Tensor,
         partial: Tensor,
+        positions: Tensor,
         chosen: Tensor | None = None,
         per_group: int = 1,
         reduce_max: bool = False,
     ) -> None:
-        self.logits, self.partial, self.chosen = logits, partial, chosen
+        self.logits, self.partial, self.positions, self.chosen = logits, partial, positions, chosen
         self.per_group, self.reduce_max = per_group, reduce_max
 
 
 def bounds(
-    query: Tensor, low: Tensor, high: Tensor, committed: Tensor, scaling: float,
-    group_tokens: int, step: bool,
+    query: Tensor, low: Tensor, high: Tensor, committed: Tensor, positions: Tensor,
+    scaling: float, group_tokens: int, count: int, step: bool,
 ) -> Scores:  # fmt: skip
-    """Bound of every group of keys: query `[B, H, Q, D]`; low, high `[B, H, N + 1, D]`."""
+    """Bounds of the first `count` groups: query `[B, H, Q, D]`; low, high `[B, H, N + 1, D]`."""
     batch, heads, rows, dim = query.shape
-    groups = low.shape[2] - 1
-    chosen = _settings(query.device)
-    per_program = min(chosen.bounds_groups, _pow2(groups))
-    programs = triton.cdiv(groups, per_program)
-    logits = query.new_empty(batch * heads, rows, groups, dtype=torch.float32)
+    launch = _settings(query.device)
+    per_program = min(launch.bounds_groups, _pow2(count))
+    programs = triton.cdiv(count, per_program)
+    logits = query.new_empty(batch * heads, rows, count, dtype=torch.float32)
     partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
     score.bounds_kernel[(batch * heads, programs)](
         query, low, high, committed, logits, partial, scaling,
-        heads, groups, rows, group_tokens,
+        heads, low.shape[2] - 1, count, rows, group_tokens,
         D=dim, DP=_pow2(dim), QP=_pow2(rows), BN=per_program, STEP=step,
-        PRECISION=_precision(query), num_warps=chosen.bounds_warps,
+        PRECISION=_precision(query), num_warps=launch.bounds_warps,
     )  # fmt: skip
-    return Scores(logits, partial)
+    return Scores(logits, partial, positions)
 
 
 def candidates(
@@ -137,17 +143,18 @@ def candidates(
     chosen = torch.empty(pairs, count, dtype=INT32, device=scores.logits.device)
     size = _pow2(groups)
     plan.candidates_kernel[(pairs,)](
-        scores.logits, scores.partial, committed, chosen,
+        scores.logits, scores.partial, scores.positions, committed, chosen,
         heads, groups, count, programs, group_tokens,
-        Q=rows, PP=_pow2(programs, 1), CP=size, DIGIT_BITS=_digit_bits(size),
-        num_warps=_settings(chosen.device).plan_warps,
+        Q=rows, T=scores.positions.shape[1], PP=_pow2(programs, 1), CP=size,
+        DIGIT_BITS=_digit_bits(size),
+        num_warps=_settings(chosen.device).candidate_warps,
     )  # fmt: skip
     return chosen
 
 
 def _digit_bits(size: int) -> int:
     """Bits per pass of a threshold search: as many as registers allow."""
-    return 4 if size <= 2048 else 2
+    return 4 if size <= 1024 else 2
 
 
 def keys2bit(
@@ -176,18 +183,20 @@ def keys2bit(
     score.keys2bit_kernel[(batch * heads, programs)](
         query, codes, lowest, step, chosen, committed, logits, partial, scaling,
         ring_k, lengths, positions,
-        heads, groups, count, rows, positions.shape[1], places,
-        G_TOKENS=tokens, BLOCK=block, D=dim, DQ=_pow2(dim // 4), DP=_pow2(dim), QP=_pow2(rows),
-        GROUPS=launch.fine_groups, RP=_pow2(places), FAST=fast, PRECISION=_precision(query),
+        heads, groups, count, rows, positions.shape[1],
+        R=places, G_TOKENS=tokens, BLOCK=block, D=dim, DQ=_pow2(dim // 4), DP=_pow2(dim),
+        QP=_pow2(rows), GROUPS=launch.fine_groups, FAST=fast,
+        ASM=_asm(query) and fast == tl.float16, PRECISION=_precision(query),
         num_warps=launch.fine_warps,
     )  # fmt: skip
-    return Scores(logits, partial, chosen, per_group)
+    return Scores(logits, partial, positions, chosen, per_group)
 
 
-def given(score: Tensor) -> Scores:
-    """Scores that are ready, `[B, H, N]`: of an index that has no kernel."""
+def given(score: Tensor, positions: Tensor) -> Scores:
+    """Scores that are ready, `[B, H, N]`: of an index that has no kernel; positions `[B, T]`."""
     logits = score.flatten(0, 1)[:, None].contiguous()
-    return Scores(logits, logits.new_zeros(logits.shape[0], 1, 1, 2), reduce_max=True)
+    partial = logits.new_zeros(logits.shape[0], 1, 1, 2)
+    return Scores(logits, partial, positions.amax(1, keepdim=True), reduce_max=True)
 
 
 class Plan:
@@ -224,18 +233,20 @@ def plan_step(
     pairs, rows, blocks = scores.logits.shape
     slots = tables[1].shape[2] - 1
     device = scores.logits.device
-    victims = torch.empty(pairs, slots, dtype=INT32, device=device)
+    launch = _settings(device)
+    victims = torch.empty(pairs, 2 * _pow2(slots), dtype=INT32, device=device)
     size, programs = _pow2(blocks), scores.partial.shape[1]
     chosen = scores.chosen if scores.chosen is not None else victims
     plan.plan_kernel[(pairs,)](
-        scores.logits, scores.partial, chosen, committed, *tables, clock,
+        scores.logits, scores.partial, scores.positions, chosen, committed, *tables, clock,
         made.attended, made.lists[0], made.counts, made.lists[1], made.counts[1:], victims,
         counters,
         heads, tables[0].shape[2] - 1, blocks, programs, slots, count, sinks, cap, now_above,
-        Q=rows, BLOCK=block, PER=scores.per_group, CANDIDATES=scores.chosen is not None,
-        PP=_pow2(programs, 1), CP=size, SP=_pow2(slots), KP=_pow2(count),
+        Q=rows, T=scores.positions.shape[1], BLOCK=block, PER=scores.per_group,
+        CANDIDATES=scores.chosen is not None, PP=_pow2(programs, 1), CP=size, SP=_pow2(slots),
+        KP=_pow2(count),
         REDUCE_MAX=scores.reduce_max, DIGIT_BITS=_digit_bits(size), FILL=fill,
-        num_warps=_settings(device).plan_warps,
+        num_warps=launch.plan_warps if size <= 2048 else launch.plan_warps_wide,
     )  # fmt: skip
 
 
@@ -286,10 +297,12 @@ def sparse_attention(
     batch, heads, rows, dim = query.shape
     block, v_dim, count = pool[0].shape[3], pool[1].shape[4], attended.shape[1]
     launch = _settings(query.device)
-    per_step = max(1, min(launch.attention_slots * 16 // block, _pow2(count, 1)))
+    many = batch * heads >= launch.many_pairs
+    split = launch.attention_many if many else launch.attention_few
+    per_step = max(1, min(split.slots * 16 // block, _pow2(count, 1)))
     while per_step * block < 16:
         per_step *= 2
-    steps = max(1, triton.cdiv(count, per_step * launch.attention_programs))
+    steps = max(1, triton.cdiv(count, per_step * split.programs))
     programs = triton.cdiv(count, per_step * steps) + 1
     shape = (batch * heads, programs, rows)
     out = query.new_empty(*shape, v_dim, dtype=torch.float32)
@@ -300,7 +313,7 @@ def sparse_attention(
         R=ring[0].shape[2] - 1, BLOCK=block, DK=dim, DV=v_dim, DKP=_pow2(dim), DVP=_pow2(v_dim),
         QP=_pow2(rows),
         SLOTS=per_step, STEPS=steps, RN=32, PRECISION=_precision(query),
-        num_warps=launch.attention_warps,
+        num_warps=split.warps,
     )  # fmt: skip
     result = query.new_empty(batch, heads, rows, v_dim)
     attention.merge_attention_kernel[(batch * heads, rows)](

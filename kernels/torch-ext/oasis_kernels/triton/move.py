@@ -20,7 +20,7 @@ def advance_kernel(
 
     Arrays: lengths and committed `[B]` int64, updated; clock `[1]`, updated; counts `[2]`, zeroed;
     valid `[B, T]` bool; positions `[B, T]` int64 and moved `[B]` int32, written. A row of padding
-    has the position of the token before it.
+    has position -1 and sees nothing.
     """
     i_b = tl.arange(0, BP)
     m_b = i_b < B
@@ -32,10 +32,12 @@ def advance_kernel(
     tl.store(committed + i_b, b_done + full * GROUP, mask=m_b)
     for t in range(T):
         if HAS_VALID:
-            b_len += tl.load(valid + i_b * T + t, mask=m_b, other=0).to(tl.int64)
+            real = tl.load(valid + i_b * T + t, mask=m_b, other=0).to(tl.int64)
+            b_len += real
+            tl.store(positions + i_b * T + t, tl.where(real != 0, b_len - 1, -1), mask=m_b)
         else:
             b_len += 1
-        tl.store(positions + i_b * T + t, b_len - 1, mask=m_b)
+            tl.store(positions + i_b * T + t, b_len - 1, mask=m_b)
     tl.store(lengths + i_b, b_len, mask=m_b)
     tl.store(clock, tl.load(clock) + 1)
     tl.store(counts + tl.arange(0, 2), tl.zeros((2,), tl.int32))
@@ -128,11 +130,14 @@ def append_kernel(
                         other=0.0,
                     )
                     low = tl.min(b_k, 0)
-                    step = ((tl.max(b_k, 0).to(tl.float32) - low.to(tl.float32)) / 3).to(low.dtype)
+                    range_k = tl.max(b_k, 0).to(tl.float32) - low.to(tl.float32)
+                    step = (range_k * 0.3333333333333333).to(low.dtype)
                     tl.store(index_b + row * DK + channel, low, mask=m_c)
                     tl.store(index_c + row * DK + channel, step, mask=m_c)
                     scale = tl.where(step > 0, step.to(tl.float32), 1.0)
-                    level = (b_k.to(tl.float32) - low.to(tl.float32)[None, :]) / scale[None, :]
+                    offset = b_k.to(tl.float32) - low.to(tl.float32)[None, :]
+                    # Rounded division: keys on a coarse grid often fall between two codes.
+                    level = tl.div_rn(offset, tl.broadcast_to(scale[None, :], (GROUP, DQ)))
                     level = tl.minimum(tl.maximum(tl.floor(level + 0.5), 0.0), 3.0)
                     code = code | (level.to(tl.uint8) << (2 * part))
                 tl.store(

@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from .search import eviction_order, ordered_key, top_mask
+from .search import (
+    descending_rank,
+    eviction_order,
+    ordered_key,
+    share_key,
+    top_mask,
+    truncate_share,
+)
 
 
 @triton.jit
@@ -20,37 +27,46 @@ def row_logsumexp(partial, first, programs, stride, PP: tl.constexpr):
 
 @triton.jit
 def reduced_score(
-    logits, partial, bh, i_c, N, programs, Q: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr,
-    REDUCE_MAX: tl.constexpr,
+    logits, partial, rows_end, bh, b, i_c, N, programs, Q: tl.constexpr, T: tl.constexpr,
+    PP: tl.constexpr, CP: tl.constexpr, REDUCE_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Score of each candidate: mean of the rows' softmax, or maximum of their logits."""
+    """Score of each candidate, and how many rows had a say.
+
+    The mean of the rows' softmax, or the maximum of their logits; rows of padding are left out.
+    """
     b_score = tl.zeros((CP,), tl.float32)
     if REDUCE_MAX:
         b_score += float("-inf")
+    voices = 0
     for q in range(Q):
-        b_l = tl.load(logits + (bh * Q + q) * N + i_c, mask=i_c < N, other=float("-inf"))
-        if REDUCE_MAX:
-            b_score = tl.maximum(b_score, b_l)
-        else:
-            first = (bh * programs * Q + q) * 2
-            b_score += tl.exp(b_l - row_logsumexp(partial, first, programs, Q * 2, PP))
+        if tl.load(rows_end + b * T + q % T) >= 0:
+            voices += 1
+            b_l = tl.load(logits + (bh * Q + q) * N + i_c, mask=i_c < N, other=float("-inf"))
+            if REDUCE_MAX:
+                b_score = tl.maximum(b_score, b_l)
+            else:
+                first = (bh * programs * Q + q) * 2
+                b_score += tl.exp(b_l - row_logsumexp(partial, first, programs, Q * 2, PP))
     if not REDUCE_MAX:
-        b_score = b_score / Q
-    return b_score
+        b_score = truncate_share(b_score / tl.maximum(voices, 1))
+    return b_score, voices
 
 
 @triton.jit
 def candidates_kernel(
-    logits, partial, committed, chosen, H, N, M, programs, group_tokens,
-    Q: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, DIGIT_BITS: tl.constexpr,
+    logits, partial, rows_end, committed, chosen, H, N, M, programs, group_tokens,
+    Q: tl.constexpr, T: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, DIGIT_BITS: tl.constexpr,
 ):  # fmt: skip
     """The M groups with the largest bounds, in order; unfilled places name group N."""
     bh = tl.program_id(0).to(tl.int64)
     i_c = tl.arange(0, CP)
-    groups = tl.load(committed + bh // H) // group_tokens
-    b_score = reduced_score(logits, partial, bh, i_c, N, programs, Q, PP, CP, False)
-    key = tl.where(i_c < groups, ordered_key(b_score), tl.zeros((CP,), tl.uint32))
-    keep = top_mask(key, M, DIGIT_BITS)
+    b = bh // H
+    groups = tl.load(committed + b) // group_tokens
+    b_score, _ = reduced_score(
+        logits, partial, rows_end, bh, b, i_c, N, programs, Q, T, PP, CP, False
+    )
+    key = tl.where(i_c < groups, share_key(b_score), tl.zeros((CP,), tl.uint32))
+    keep = top_mask(key, M, 16, DIGIT_BITS)
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     found = tl.sum(keep.to(tl.int32))
     tl.store(chosen + bh * M + place, i_c, mask=keep)
@@ -60,12 +76,13 @@ def candidates_kernel(
 
 @triton.jit
 def plan_kernel(
-    logits, partial, chosen, committed,
+    logits, partial, rows_end, chosen, committed,
     slot_of_block, block_of_slot, last_selected, clock,
     attended, now_list, now_count, later_list, later_count, victims, counters,
     H, N, C, programs, S, K, sinks, cap, now_above,
-    Q: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr, CANDIDATES: tl.constexpr,
-    PP: tl.constexpr, CP: tl.constexpr, SP: tl.constexpr, KP: tl.constexpr,
+    Q: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
+    CANDIDATES: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, SP: tl.constexpr,
+    KP: tl.constexpr,
     REDUCE_MAX: tl.constexpr, DIGIT_BITS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Choose K of C candidate blocks, plan the moves, update the tables.
@@ -73,7 +90,7 @@ def plan_kernel(
     Arrays: logits `[BH, Q, C]`; chosen `[BH, C / PER]` groups of the candidates; slot_of_block
     `[BH, N + 1]`, block_of_slot and last_selected `[BH, S + 1]`; attended `[BH, K]` slots in block
     order, -1 behind the last; now_list and later_list `[BH * K, 3]` of (bh, block, slot); victims
-    `[BH, S]` scratch; counters `[7]`: wanted, hits,
+    `[BH, 2, SP]` scratch; counters `[7]`: wanted, hits,
     now, later, turnover, filled, steps.
     """
     bh = tl.program_id(0).to(tl.int64)
@@ -84,11 +101,15 @@ def plan_kernel(
         ids = group * PER + i_c % PER
     else:
         ids = i_c
-    b_score = reduced_score(logits, partial, bh, i_c, C, programs, Q, PP, CP, REDUCE_MAX)
+    b_score, voices = reduced_score(
+        logits, partial, rows_end, bh, bh // H, i_c, C, programs, Q, T, PP, CP, REDUCE_MAX
+    )
     b_score = tl.where(ids < sinks, float("inf"), b_score)
-    live = (i_c < C) & (ids < blocks) & (b_score > float("-inf"))
-    key = tl.where(live, ordered_key(b_score), tl.zeros((CP,), tl.uint32))
-    wanted = top_mask(key, K, DIGIT_BITS)
+    live = (i_c < C) & (ids < blocks) & (b_score > float("-inf")) & (voices > 0)
+    BITS: tl.constexpr = 32 if REDUCE_MAX else 16
+    key = ordered_key(b_score) if REDUCE_MAX else share_key(b_score)
+    key = tl.where(live, key, tl.zeros((CP,), tl.uint32))
+    wanted = top_mask(key, K, BITS, DIGIT_BITS)
 
     now_time = tl.load(clock) - 1 if FILL else tl.load(clock)
     slot = tl.load(slot_of_block + bh * (N + 1) + ids, mask=wanted, other=-1)
@@ -101,7 +122,8 @@ def plan_kernel(
     later = miss & (b_score <= now_above)
     if cap > 0:
         if tl.sum(later.to(tl.int32)) > cap:
-            later = top_mask(tl.where(later, key, tl.zeros((CP,), tl.uint32)), cap, DIGIT_BITS)
+            rest = tl.where(later, key, tl.zeros((CP,), tl.uint32))
+            later = top_mask(rest, cap, BITS, DIGIT_BITS)
     else:
         later = later & (cap > 0)
     take = now | later
@@ -115,12 +137,12 @@ def plan_kernel(
         age = tl.load(ages + i_s, mask=i_s < S, other=0)
         owner = tl.load(owners + i_s, mask=i_s < S, other=0)
         order = tl.where(i_s < S, eviction_order(owner, age, now_time), tl.zeros((SP,), tl.uint32))
-        victim = top_mask(order, taken, DIGIT_BITS)
-        rank = tl.cumsum(victim.to(tl.int32), 0) - 1
-        tl.store(victims + bh * S + rank, i_s, mask=victim)
+        turns = victims + bh * 2 * SP
+        rank = descending_rank(order, turns + SP, SP, 32 if SP > 32 else SP)
+        tl.store(turns + rank, i_s, mask=rank < taken)
         tl.debug_barrier()
         turn = tl.cumsum(take.to(tl.int32), 0) - 1
-        given = tl.load(victims + bh * S + turn, mask=take, other=-1)
+        given = tl.load(turns + turn, mask=take, other=-1)
         old = tl.load(owners + given, mask=take, other=-1)
         homes = slot_of_block + bh * (N + 1)
         tl.store(homes + old, tl.zeros((CP,), tl.int32) - 1, mask=take & (old >= 0))

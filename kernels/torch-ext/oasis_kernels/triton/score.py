@@ -23,14 +23,14 @@ def _write_partial(partial, slot, i_q, m_q, logits, live, Q):
 @triton.jit
 def bounds_kernel(
     query, low, high, committed, logits, partial, scaling,
-    H, N, Q, group_tokens,
+    H, N, C, Q, group_tokens,
     D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr, BN: tl.constexpr,
     STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit between channel bounds, for every group of keys.
+    """Largest logit between channel bounds, for the first C groups of keys.
 
     `high` is the maximum, or with STEP the quantisation step: maximum = low + 3 * step.
-    Arrays: query `[BH, Q, D]`, low and high `[BH, N + 1, D]`, logits `[BH, Q, N]`, partial
+    Arrays: query `[BH, Q, D]`, low and high `[BH, N + 1, D]`, logits `[BH, Q, C]`, partial
     `[BH, programs, Q, 2]`.
     """
     bh = tl.program_id(0).to(tl.int64)
@@ -53,8 +53,8 @@ def bounds_kernel(
     b_down = tl.minimum(b_q, 0.0).to(b_low.dtype)
     b_l = tl.dot(b_up, b_high, input_precision=PRECISION)
     b_l = tl.dot(b_down, b_low, b_l, input_precision=PRECISION) * scaling
-    tl.store(logits + (bh * Q + i_q)[:, None] * N + i_n[None, :], b_l,
-             mask=m_q[:, None] & (i_n < N)[None, :])  # fmt: skip
+    tl.store(logits + (bh * Q + i_q)[:, None] * C + i_n[None, :], b_l,
+             mask=m_q[:, None] & (i_n < C)[None, :])  # fmt: skip
     slot = bh * tl.num_programs(1) + tl.program_id(1)
     _write_partial(partial, slot, i_q, m_q, b_l, live, Q)
 
@@ -62,24 +62,72 @@ def bounds_kernel(
 @triton.jit
 def _tail_partial(
     query, ring_k, lengths, rows_end, partial, slot, bh, done, scaling,
-    H, Q, T, R, D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr, RP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H, Q, T, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr,
+    RN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Exact share of the tail: running maximum and sum of exp over its places."""
-    i_q, i_d, i_r = tl.arange(0, QP), tl.arange(0, DP), tl.arange(0, RP)
+    i_q, i_d = tl.arange(0, QP), tl.arange(0, DP)
     m_q, m_d = i_q < Q, i_d < D
     b_q = tl.load(query + (bh * Q + i_q)[:, None] * D + i_d[None, :],
                   mask=m_q[:, None] & m_d[None, :], other=0.0)  # fmt: skip
     last = tl.load(lengths + bh // H) - 1
-    p_r = last - ((last - i_r) % R + R) % R
-    m_r = (i_r < R) & (p_r >= done)
-    b_k = tl.load(ring_k + (bh * (R + 1) + i_r)[None, :] * D + i_d[:, None],
-                  mask=m_r[None, :] & m_d[:, None], other=0.0)  # fmt: skip
-    b_l = tl.dot(b_q, b_k, input_precision=PRECISION) * scaling
     end = tl.load(rows_end + (bh // H) * T + i_q % T, mask=m_q, other=-1)
-    seen = m_r[None, :] & (p_r[None, :] <= end[:, None])
-    b_l = tl.where(seen, b_l, float("-inf"))
-    _write_partial(partial, slot, i_q, m_q, b_l, i_r < R, Q)
+    b_m = tl.full((QP,), float("-inf"), tl.float32)
+    b_s = tl.zeros((QP,), tl.float32)
+    for first in range(0, R, RN):
+        i_r = first + tl.arange(0, RN)
+        p_r = last - ((last - i_r) % R + R) % R
+        m_r = (i_r < R) & (p_r >= done)
+        b_k = tl.load(ring_k + (bh * (R + 1) + i_r)[None, :] * D + i_d[:, None],
+                      mask=m_r[None, :] & m_d[:, None], other=0.0)  # fmt: skip
+        b_l = tl.dot(b_q, b_k, input_precision=PRECISION) * scaling
+        b_l = tl.where(m_r[None, :] & (p_r[None, :] <= end[:, None]), b_l, float("-inf"))
+        m_new = tl.maximum(b_m, tl.max(b_l, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        b_s = b_s * tl.exp(b_m - safe) + tl.sum(tl.exp(b_l - safe[:, None]), 1)
+        b_m = m_new
+    p = partial + (slot * Q + i_q) * 2
+    tl.store(p, b_m, mask=m_q)
+    tl.store(p + 1, b_s, mask=m_q)
+
+
+def _unpack_asm(part):
+    return f"""{{
+        .reg .b32 t;
+        shr.u32 t, $2, {2 * part};
+        and.b32 t, t, 0x03030303;
+        prmt.b32 $0, t, 0x64646464, 0x4140;
+        prmt.b32 $1, t, 0x64646464, 0x4342;
+    }}"""
+
+
+ASM_0, ASM_1, ASM_2, ASM_3 = (tl.constexpr(_unpack_asm(part)) for part in range(4))
+
+
+@triton.jit
+def _unpack(codes, PART: tl.constexpr, TEXT: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr):
+    """The 2-bit code PART of each byte as FAST; with ASM as float16, plus 1024.
+
+    Converting integers to floats is slow; 0x6400 | code *is* 1024 + code in float16, and four bytes
+    become four such numbers in four instructions. The caller takes the offset back out.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            asm=TEXT, constraints="=r,=r,r", args=[codes], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        return ((codes >> (2 * PART)) & 3).to(FAST)
+
+
+@triton.jit
+def _step_and_low(
+    query, lowest, step, place, mask, scaling, FAST: tl.constexpr,
+):  # fmt: skip
+    """A quarter of the channels: the scaled query times the step, and its logit with the lowest."""
+    b_q = query.to(tl.float32) * scaling
+    b_low = tl.load(lowest + place, mask=mask, other=0.0).to(tl.float32)
+    b_step = tl.load(step + place, mask=mask, other=0.0).to(tl.float32)
+    return (b_q * b_step[None, :]).to(FAST), tl.sum(b_q * b_low[None, :], 1)
 
 
 @triton.jit
@@ -87,38 +135,45 @@ def _groups_partial(
     query, codes, lowest, step, chosen, logits, partial, slot, bh, done, scaling,
     N, M, Q,
     G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
-    QP: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    QP: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Two-bit logits of GROUPS chosen groups, summed over each block."""
     PER: tl.constexpr = G_TOKENS // BLOCK
+    PART: tl.constexpr = D // 4
     i_q, i_c, i_t = tl.arange(0, QP), tl.arange(0, DQ), tl.arange(0, G_TOKENS)
-    m_q, m_c = i_q < Q, i_c < D // 4
-    base = (bh * Q + i_q)[:, None] * D + i_c[None, :]
+    m_q, m_c = i_q < Q, i_c < PART
+    base = query + (bh * Q + i_q)[:, None] * D + i_c[None, :]
     m_qc = m_q[:, None] & m_c[None, :]
+    b_q0 = tl.load(base, mask=m_qc, other=0.0)
+    b_q1 = tl.load(base + PART, mask=m_qc, other=0.0)
+    b_q2 = tl.load(base + 2 * PART, mask=m_qc, other=0.0)
+    b_q3 = tl.load(base + 3 * PART, mask=m_qc, other=0.0)
     b_m = tl.full((QP,), float("-inf"), tl.float32)
     b_s = tl.zeros((QP,), tl.float32)
-    for g in tl.static_range(GROUPS):
+    for g in range(GROUPS):
         i_m = tl.program_id(1) * GROUPS + g
         group = tl.load(chosen + bh * M + i_m, mask=i_m < M, other=N).to(tl.int64)
         live = group * G_TOKENS < done
-        row = bh * (N + 1) + group
+        row = (bh * (N + 1) + group) * D
         b_code = tl.load(
-            codes + (row * G_TOKENS + i_t)[None, :] * (D // 4) + i_c[:, None],
+            codes + (row // D * G_TOKENS + i_t)[None, :] * PART + i_c[:, None],
             mask=m_c[:, None] & (i_m < M) & live, other=0,
         )  # fmt: skip
-        b_l = tl.zeros((QP, G_TOKENS), tl.float32)
-        b_z = tl.zeros((QP,), tl.float32)
-        for part in tl.static_range(4):
-            channel = part * (D // 4) + i_c
-            b_q = tl.load(query + base + part * (D // 4), mask=m_qc, other=0.0)
-            b_low = tl.load(lowest + row * D + channel, mask=m_c & live, other=0.0)
-            b_step = tl.load(step + row * D + channel, mask=m_c & live, other=0.0)
-            b_qf = b_q.to(tl.float32)
-            b_z += tl.sum(b_qf * b_low.to(tl.float32)[None, :], 1)
-            b_qs = (b_qf * b_step.to(tl.float32)[None, :]).to(FAST)
-            b_c = ((b_code >> (2 * part)) & 3).to(FAST)
-            b_l = tl.dot(b_qs, b_c, b_l, input_precision=PRECISION)
-        b_l = (b_l + b_z[:, None]) * scaling
+        m_l = m_c & live
+        s0, z0 = _step_and_low(b_q0, lowest, step, row + i_c, m_l, scaling, FAST)
+        s1, z1 = _step_and_low(b_q1, lowest, step, row + PART + i_c, m_l, scaling, FAST)
+        s2, z2 = _step_and_low(b_q2, lowest, step, row + 2 * PART + i_c, m_l, scaling, FAST)
+        s3, z3 = _step_and_low(b_q3, lowest, step, row + 3 * PART + i_c, m_l, scaling, FAST)
+        b_l = tl.dot(s0, _unpack(b_code, 0, ASM_0, FAST, ASM), input_precision=PRECISION)
+        b_l = tl.dot(s1, _unpack(b_code, 1, ASM_1, FAST, ASM), b_l, input_precision=PRECISION)
+        b_l = tl.dot(s2, _unpack(b_code, 2, ASM_2, FAST, ASM), b_l, input_precision=PRECISION)
+        b_l = tl.dot(s3, _unpack(b_code, 3, ASM_3, FAST, ASM), b_l, input_precision=PRECISION)
+        b_z = z0 + z1 + z2 + z3
+        if ASM:
+            total = s0.to(tl.float32) + s1.to(tl.float32) + s2.to(tl.float32) + s3.to(tl.float32)
+            b_z -= 1024.0 * tl.sum(total, 1)
+        b_l = b_l + b_z[:, None]
         b_b = tl.reshape(b_l, (QP, PER, BLOCK))
         m_b = tl.max(b_b, 2)
         b_b = m_b + tl.log(tl.sum(tl.exp(b_b - m_b[:, :, None]), 2))
@@ -139,10 +194,10 @@ def _groups_partial(
 def keys2bit_kernel(
     query, codes, lowest, step, chosen, committed, logits, partial, scaling,
     ring_k, lengths, rows_end,
-    H, N, M, Q, T, R,
-    G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
-    DP: tl.constexpr, QP: tl.constexpr, GROUPS: tl.constexpr, RP: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr,
+    H, N, M, Q, T,
+    R: tl.constexpr, G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
+    DP: tl.constexpr, QP: tl.constexpr, GROUPS: tl.constexpr,
+    FAST: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of two-bit logits over each block of the chosen groups, and of the tail.
 
@@ -156,10 +211,10 @@ def keys2bit_kernel(
     if tl.program_id(1) == tl.num_programs(1) - 1:
         _tail_partial(
             query, ring_k, lengths, rows_end, partial, slot, bh, done, scaling,
-            H, Q, T, R, D, DP, QP, RP, PRECISION,
+            H, Q, T, R, D, DP, QP, 32, PRECISION,
         )  # fmt: skip
     else:
         _groups_partial(
             query, codes, lowest, step, chosen, logits, partial, slot, bh, done, scaling,
-            N, M, Q, G_TOKENS, BLOCK, D, DQ, QP, GROUPS, FAST, PRECISION,
+            N, M, Q, G_TOKENS, BLOCK, D, DQ, QP, GROUPS, FAST, ASM, PRECISION,
         )  # fmt: skip

@@ -4,37 +4,58 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Split:
+    """How attention is split.
+
+    Attributes:
+        slots: slots of 16 tokens per step of the loop.
+        programs: programs per KV head, before the tail's.
+        warps: warps per program.
+    """
+
+    slots: int
+    programs: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class Settings:
     """How kernels are launched.
 
     Attributes:
         bounds_groups: groups per program of the bounds scan.
         bounds_warps: its warps.
+        candidate_warps: warps of the one program per head that picks candidate groups.
         fine_groups: groups per program of the two-bit scan.
         fine_warps: its warps.
         plan_warps: warps of the one program per head that chooses and plans.
-        attention_slots: slots per step of the attention loop.
-        attention_programs: programs per head that attention is split into, before the tail's.
-        attention_warps: its warps.
+        plan_warps_wide: the same, for more than 2,048 candidates.
+        attention_few: split of the attention of few (sequence, head) pairs.
+        attention_many: split for `many_pairs` pairs and more, which fill the GPU by themselves.
+        many_pairs: where the second begins.
         gather_programs: programs of a background gather.
         gather_warps: its warps.
     """
 
     bounds_groups: int = 64
     bounds_warps: int = 4
+    candidate_warps: int = 8
     fine_groups: int = 2
-    fine_warps: int = 4
+    fine_warps: int = 2
     plan_warps: int = 8
-    attention_slots: int = 4
-    attention_programs: int = 16
-    attention_warps: int = 4
+    plan_warps_wide: int = 16
+    attention_few: Split = Split(8, 8, 4)
+    attention_many: Split = Split(4, 4, 2)
+    many_pairs: int = 32
     gather_programs: int = 32
     gather_warps: int = 16
 
 
 DEFAULT = Settings()
+"""Measured on an H200 for 8 KV heads of dimension 128 at batch 1 and 8, 32K and 128K tokens."""
+
 BY_GPU: dict[str, Settings] = {}
-"""Settings measured on a GPU, by the name that torch gives it."""
+"""Settings measured on another GPU, by the name that torch gives it."""
 
 
 def settings(gpu: str | None) -> Settings:

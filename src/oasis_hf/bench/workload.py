@@ -1,0 +1,131 @@
+"""A random model and a filled cache whose choice of blocks changes slowly, as real text's does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..cache import OasisCache
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "tiny": {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 512,
+    },
+}
+"""Decoder shapes by name; weights are random."""
+
+BIAS, HEAT = 10.0, 4.0
+
+
+def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
+    """A Llama-class model of this shape on the GPU, with a query bias (see `heated_keys`)."""
+    config = LlamaConfig(
+        **SHAPES[shape],
+        max_position_embeddings=1 << 20,
+        rope_theta=5e5,
+        attention_bias=True,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    config._attn_implementation = "oasis"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    slow = slow_channels(config.head_dim)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.q_proj.bias.view(-1, config.head_dim)
+            bias.zero_()
+            bias[:, slow] = BIAS / len(slow) ** 0.5
+    return model.eval()
+
+
+def slow_channels(dim: int) -> Tensor:
+    """Channels that the rotary embedding hardly turns over a whole context."""
+    half = dim // 2
+    last = torch.arange(half - 4, half)
+    return torch.cat([last, last + half])
+
+
+def heated_keys(batch: int, heads: int, tokens: int, dim: int, block: int = 16) -> Tensor:
+    """Random keys in which blocks differ in how much every query wants them.
+
+    Queries of a random model are unrelated from token to token, and would want other blocks at each
+    step. Real ones are not: most of a choice stays. A heat per block, along channels that a bias of
+    all queries shares, emulates that; the turnover that results is measured and reported.
+    """
+    keys = torch.randn(batch, heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
+    heat = torch.randn(batch, heads, tokens // block + 1, 1, device="cuda") * HEAT
+    slow = slow_channels(dim).to("cuda")
+    scale = dim**0.5 / BIAS / len(slow) ** 0.5
+    per_token = heat.repeat_interleave(block, 2)[:, :, :tokens]
+    keys[..., slow] += (per_token * scale).to(keys.dtype)
+    return keys
+
+
+@torch.no_grad()
+def filled_cache(model: LlamaForCausalLM, batch: int, tokens: int, **options: Any) -> OasisCache:
+    """A cache that holds `tokens` random tokens.
+
+    All layers share one layer's contents, and its host memory: what a step reads and moves is that
+    of a real cache, what it would take to fill one is not spent.
+    """
+    cache = OasisCache(model, **options)
+    config = model.config
+    shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
+    first = cache.offloaded[0]
+    first.store_layers = 1
+    keys = heated_keys(*shape)
+    lengths = torch.full((batch,), tokens, device="cuda")
+    first.adopt(keys, torch.randn_like(keys), lengths, tokens)
+    example = keys[:, :, :1].clone()
+    del keys
+    for layer in cache.offloaded[1:]:
+        layer.lazy_initialization(example, example)
+        layer.store.slabs, layer.store.table = first.store.slabs, first.store.table
+        layer.index.ensure(layer.store.blocks)
+        layer.residency.ensure(layer.index.capacity)
+        for name, array in first.index.arrays.items():
+            layer.index.arrays[name].copy_(array)
+        for ours, theirs in (
+            (layer.lengths, first.lengths),
+            (layer.committed, first.committed),
+            (layer.tail.k, first.tail.k),
+            (layer.tail.v, first.tail.v),
+        ):
+            ours.copy_(theirs)
+        layer.columns = tokens
+    cache.ledger.append(None, batch, tokens, torch.device("cuda"))
+    torch.cuda.empty_cache()
+    return cache

@@ -1,0 +1,32 @@
+"""Settings that all tests share."""
+
+import os
+import warnings
+
+# Nothing here may reach for a hub; both are read when Transformers is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+# Read when triton is imported, which other libraries may do first.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from oasis_hf import ledger
+from oasis_hf.tiers import host
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny models gain nothing from threads, and test processes would take turns."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="transformers")
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grow store and ledger by 64 tokens, not thousands: several slabs in a short context."""
+    monkeypatch.setattr(host, "GROWTH_TOKENS", 64)
+    monkeypatch.setattr(ledger, "GROWTH_TOKENS", 64)
