@@ -14,6 +14,9 @@ What changes in a program that generates with Transformers:
     +     past_key_values=cache,
       )
 
+Since Transformers 5.24 the last argument is called `cache`; the older name still works, with a
+warning.
+
 Run it with `python examples/quickstart.py`, on any model of the Hub with `--model`, or with
 `--small` for a run of a few seconds.
 """
