@@ -127,7 +127,48 @@ def _note(results: dict[str, Any]) -> str:
     )
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"needles": needles}
+def bench(results: dict[str, Any]) -> str:
+    """Milliseconds per decode step, beside the floor and Transformers' own cache."""
+    dense = {
+        (row["batch"], row["tokens"]): row["ms_p50"]
+        for row in results["rows"]
+        if row["arm"] == "dense" and "error" not in row
+    }
+    header = ["case", "cache", "p20", "p50", "p80", "tok/s", "x floor", "DynamicCache", "peak HBM"]
+    lines = []
+    for row in results["rows"]:
+        if "error" in row:
+            continue
+        peer = dense.get((row["batch"], row["tokens"]))
+        options = row["options"]
+        name = "DynamicCache"
+        if row["arm"] == "oasis":
+            name = f"oasis, `{options['index']}`, {options['on_miss']}"
+        lines.append(
+            [
+                f"B{row['batch']}, {round(row['tokens'] / 1024)}K",
+                name,
+                *(f"{row[key]:.2f}" for key in ("ms_p20", "ms_p50", "ms_p80")),
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['ratio_to_floor']:.2f}",
+                f"{peer / row['ms_p50']:.1f} x faster" if peer and row["arm"] == "oasis" else "",
+                f"{row['peak_hbm_bytes'] / 1e9:.1f} GB",
+            ]
+        )
+    about, top = results["environment"], results["ceilings"]
+    gather = top["gather"]
+    note = (
+        f"{results['shape']} shape, random weights, bfloat16, budget 2,048, block 16, cap 0.05; ms "
+        "per decode step. Floor: max(HBM bytes / copy bandwidth, link bytes / link bandwidth). "
+        f"Ceilings in the same run: device copy {top['device_copy'] / 1e12:.2f} TB/s, pinned copy "
+        f"{top['link_copy'] / 1e9:.1f} GB/s, gather kernel {gather['bytes_per_second'] / 1e9:.1f} "
+        f"GB/s. {about['gpu']}, torch {about['torch']}, triton {about['triton']}, Transformers "
+        f"{about['transformers']}, {about['date'][:10]}, `{about['command']}`."
+    )
+    return table(header, lines) + "\n\n" + note
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"needles": needles, "bench": bench}
 
 
 def between(text: str, name: str) -> tuple[int, int]:

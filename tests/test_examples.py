@@ -39,6 +39,11 @@ def test_with_drafts_answers_the_same_every_way(capsys: pytest.CaptureFixture[st
     assert output.count("drafts accepted") == 2
 
 
+def test_write_an_index_lists_every_index(capsys: pytest.CaptureFixture[str]) -> None:
+    output = run("write_an_index", capsys)
+    assert all(name in output for name in ("mean-spread", "minmax", "keys2bit"))
+
+
 def test_every_example_is_tested() -> None:
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     for example in FOLDER.glob("*.py"):

@@ -54,12 +54,15 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         batch=st.integers(1, 3),
         full=st.booleans(),
+        padded=st.booleans(),
         on_miss=st.sampled_from(["fetch", "skip"]),
         recent=st.sampled_from([0, 8]),
         head_room=st.sampled_from([1, 1.5, 4]),
     )
-    def start(self, batch: int, full: bool, on_miss: str, recent: int, head_room: float) -> None:
-        self.full, self.batch = full, batch
+    def start(
+        self, batch: int, full: bool, padded: bool, on_miss: str, recent: int, head_room: float
+    ) -> None:
+        self.full, self.padded, self.batch = full, padded, batch
         self.driver = Driver(
             budget=FULL_BUDGET if full else 32,
             block_size=self.block,
@@ -87,7 +90,7 @@ class CacheMachine(RuleBasedStateMachine):
         return self.real.shape[1]
 
     def _mask(self, kind: str, count: int, generator: torch.Generator) -> Tensor | None:
-        if kind == "none":
+        if kind == "none" or not self.padded:
             return None
         mask = torch.ones(self.batch, count, dtype=torch.bool)
         for row in range(self.batch):

@@ -56,6 +56,7 @@ def bench(
                         }
                         cases.append(Case(batch, tokens - ROOM, arm, options, steps))
     lengths = [int(length) for length in prompts.split(",") if length]
+
     def report(row: dict[str, Any], record: dict[str, Any]) -> None:
         """Print a row, and keep what there is should the run break off."""
         console.print(line(row), highlight=False)

@@ -13,8 +13,8 @@ LEAST_CANDIDATES = 8192
 def candidate_tokens(budget: int) -> int:
     """Tokens whose groups are refined at two bits, for a budget of tokens.
 
-    Four times the budget, but never few: the coarse bounds of 64 tokens keep the attention mass, and
-    still lose single tokens that matter, such as a needle. Refining 8K tokens costs microseconds.
+    Four times the budget, but never few: the coarse bounds of 64 tokens keep the attention mass,
+    and still lose single tokens that matter, such as a needle. Refining 8K of them is cheap.
     """
     return max(4 * budget, LEAST_CANDIDATES)
 
