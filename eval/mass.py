@@ -25,6 +25,7 @@ from oasis_hf.index import Index, index_class
 from oasis_hf.residency import Residency
 from oasis_kernels import backend
 
+SOURCES = ("argparse.py", "ast.py", "bdb.py", "calendar.py")
 BLOCK, TAIL_GROUP = 16, 64
 OPS = backend("reference")
 Layer = tuple[Tensor, Tensor, float]
@@ -33,7 +34,7 @@ Layer = tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of the selection, those of `OasisConfig` and how many candidates are refined."""
+    """Options of the selection, named as in `OasisConfig`."""
 
     index: str = "keys2bit"
     budget: int = 256
@@ -43,12 +44,11 @@ class Choice:
     on_miss: str = "fetch"
     fetch_cap: float = 0.05
     head_room: float = 2.0
-    candidates: int | None = None
 
     @property
     def changes(self) -> str:
-        """What is not the default, in words."""
-        plain = Choice()
+        """What is not the default, in words; the budget is told apart."""
+        plain = Choice(budget=self.budget)
         changed = {k: v for k, v in vars(self).items() if v != getattr(plain, k)}
         return ", ".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
 
@@ -61,18 +61,13 @@ def choices(budgets: list[int], indexes: list[str]) -> list[Choice]:
     every += [Choice(index=index, reduction="max") for index in ("keys2bit", "minmax")]
     every += [Choice(on_miss="skip", head_room=room) for room in (1.0, 2.0, 4.0)]
     every += [Choice(on_miss="0.01", head_room=room) for room in (1.0, 2.0)]
-    every += [Choice(candidates=count) for count in (2, 4, 16, 1024)]
     return [replace(choice, budget=budget) for choice in every for budget in budgets]
 
 
 def code(tokenizer: Any, tokens: int) -> Tensor:
     """Ids `[1, tokens]` of real source."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    text = "".join(
-        (folder / f"{n}.py").read_text()
-        for n in ("argparse", "ast", "asynchat", "bdb")
-        if (folder / f"{n}.py").exists()
-    )
+    text = "".join((folder / name).read_text() for name in SOURCES)
     return tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
 
 
@@ -142,9 +137,6 @@ def replay(layer: Layer, choice: Choice) -> tuple[float, float]:
 def _index(choice: Choice, keys: Tensor) -> Index:
     """The index over all full groups of the keys."""
     index = index_class(choice.index)(BLOCK, choice.budget // BLOCK, choice.reduction, OPS)
-    if choice.candidates is not None:
-        # The share is a constant of the module: more budget asks for more candidates.
-        index.budget_blocks = index.budget_blocks * choice.candidates // 8
     group = index.group_tokens(BLOCK)
     full = keys.shape[1] // group
     index.ensure(full * group // BLOCK)
@@ -162,9 +154,12 @@ def measure(
     records = []
     for choice in choices(budgets, indexes):
         shares, fetched = zip(*(replay(layer, choice) for layer in layers), strict=True)
-        record = {"choice": vars(choice), "tokens": tokens, "steps": steps}
+        record = {"choice": vars(choice), "changes": choice.changes, "budget": choice.budget}
         record |= {"mean": round(sum(shares) / len(shares), 4), "worst": round(min(shares), 4)}
         record |= {"fetched_now": round(sum(fetched) / len(fetched), 4)}
         records.append(record)
-        print(f"{choice.changes:<48} {record['mean']:.3f} ({record['worst']:.2f})", flush=True)
+        print(
+            f"{choice.changes:<40} {choice.budget:>5} {record['mean']:.3f} ({record['worst']:.2f})",
+            flush=True,
+        )
     return records

@@ -25,8 +25,8 @@ import mass as attention_mass
 import torch
 import typer
 from arms import DENSE, Arm, plan, read, run_arm
-from haystack import Batch, Haystack, read_text
-from summary import describe, digest, summarise
+from haystack import LEAD_IN, Batch, Haystack, available, read_text
+from summary import describe, digest, source_name, summarise
 from transformers.utils import logging
 
 from oasis_hf.packaged import load, smollm2
@@ -95,7 +95,7 @@ def main(
     policies: str = typer.Option("fetch,skip,0.01", help="A number: fetch above that share."),
     needles: int = typer.Option(16, help="Needles in each cell, all answered by dense attention."),
     rows: int = typer.Option(4, help="Prompts read and answered together."),
-    text: str = typer.Option("essays", help="What needles hide in: essays, reference or a file."),
+    text: str = typer.Option("", help="austen, essays, reference or a file; the first there is."),
     seed: int = typer.Option(0),
     model: str = typer.Option("", help="A Hub id or a folder; the packaged SmolLM2 by default."),
     out: Path = typer.Option(RESULTS, help="The summary; the log of answers lies beside it."),
@@ -119,13 +119,15 @@ def main(
     logging.disable_progress_bar()
     llm, tokenizer = load(model or smollm2())
     arms = plan(indexes.split(","), policies.split(","), numbers(budgets), every)
+    text = text or available()
     settings = {
         "seed": seed,
-        "lead_in": lead_in,
-        "text": Path(text).name,
+        "lead_in": LEAD_IN if lead_in else "",
+        "text": source_name(text),
         "options": json.loads(options),
     }
-    about = describe(llm, settings | {"contexts": numbers(contexts), "needles": needles})
+    shown = settings | {"contexts": numbers(contexts), "needles": needles}
+    about = describe(llm, shown, out if resume else None)
     key = digest(settings | {"model": about["model"], "dtype": about["dtype"]})
     out.parent.mkdir(parents=True, exist_ok=True)
     if mass:

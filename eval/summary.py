@@ -49,12 +49,23 @@ def digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def describe(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Where and with what a run was made."""
+def describe(model: Any, settings: dict[str, Any], earlier: Path | None) -> dict[str, Any]:
+    """Where and with what a run was made.
+
+    Args:
+        model: the model.
+        settings: choices of the run.
+        earlier: the summary of a run that this one resumes, whose commands count too.
+    """
     from oasis_hf import __version__
 
+    commands: list[str] = []
+    if earlier is not None and earlier.exists():
+        about = json.loads(earlier.read_text(encoding="utf-8"))["about"]
+        commands = about["command"].split("; ")
+
     return {
-        "command": _command(),
+        "command": "; ".join(dict.fromkeys([*commands, _command()])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
         "model": Path(str(model.config._name_or_path)).name,
@@ -71,9 +82,19 @@ def describe(model: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command, without folders of this machine."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    """The command, without what is particular to this machine."""
+    words, given = [], iter(sys.argv[1:])
+    for word in given:
+        if word in ("--out", "--keep"):
+            next(given)
+        elif word != "--resume":
+            words.append(source_name(word) if Path(word).is_absolute() else word)
     return " ".join(["python eval/needles.py", *words])
+
+
+def source_name(path: str) -> str:
+    """A text file by its name; R's database of novels by what it holds."""
+    return "austen" if path.endswith(".rdb") else Path(path).name
 
 
 def _device(device: torch.device) -> str:

@@ -168,7 +168,22 @@ def bench(results: dict[str, Any]) -> str:
     return table(header, lines) + "\n\n" + note
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"needles": needles, "bench": bench}
+def mass(results: dict[str, Any]) -> str:
+    """Share of the true attention held, mean and worst layer, by choice and budget."""
+    found: dict[str, dict[int, str]] = {}
+    for row in results["choices"]:
+        cell = f"{row['mean']:.3f} ({row['worst']:.2f})"
+        found.setdefault(row["changes"], {})[row["budget"]] = cell
+    budgets = sorted({budget for cells in found.values() for budget in cells})
+    lines = ([name, *(cells.get(b, "") for b in budgets)] for name, cells in found.items())
+    return table(["choice", *(f"{b:,}" for b in budgets)], lines)
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "needles": needles,
+    "needles-mass": mass,
+    "bench": bench,
+}
 
 
 def between(text: str, name: str) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def test_prompts_of_a_batch_are_equally_long_and_hold_their_needle(tokenizer: An
     for needle, ids, start in zip(batch.needles, batch.ids, batch.lead_in, strict=True):
         text = "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
         assert needle.sentence in text and text.endswith(needle.question)
-        assert "".join(tokenizer.convert_ids_to_tokens(start.tolist())).endswith("text is")
+        assert "".join(tokenizer.convert_ids_to_tokens(start.tolist())).endswith("text is ")
 
 
 def test_the_same_seed_gives_the_same_needles_in_any_batch(tokenizer: Any) -> None:
