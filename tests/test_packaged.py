@@ -1,8 +1,6 @@
 """The packaged text and model: clean, found without an import, converted once and whole."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -89,18 +87,15 @@ def test_the_model_loads_knows_its_special_tokens_and_answers() -> None:
 
 
 @needs_package
-@pytest.mark.slow
 def test_an_interrupted_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
-    script = (
-        "import os, signal\n"
-        "from oasis_hf import packaged\n"
-        "def stop(done, total, stage):\n"
-        "    if done == 1: signal.raise_signal(signal.SIGINT)\n"
-        "packaged.smollm2(progress=stop)\n"
-    )
-    environment = {**os.environ, "OASIS_HF_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert "KeyboardInterrupt" in result.stderr
+    scratch: list[Path] = []
+
+    def interrupt(done: int, total: int, stage: str) -> None:
+        if done == 1:
+            scratch.extend(path for path in tmp_path.iterdir() if path.is_dir())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packaged.smollm2(tmp_path, progress=interrupt)
+    assert scratch, "the interruption came before there was anything to leave behind"
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
