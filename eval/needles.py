@@ -98,6 +98,7 @@ def main(
     text: str = typer.Option("", help="austen, essays, reference or a file; the first there is."),
     seed: int = typer.Option(0),
     model: str = typer.Option("", help="A Hub id or a folder; the packaged SmolLM2 by default."),
+    dtype: str = typer.Option("", help="float32 or bfloat16; what the machine is fast in."),
     out: Path = typer.Option(RESULTS, help="The summary; the log of answers lies beside it."),
     options: str = typer.Option("{}", help="More options of the cache for every arm, as JSON."),
     lead_in: bool = typer.Option(True, help="Give the start of the answer, as RULER does."),
@@ -117,7 +118,7 @@ def main(
         torch.set_num_threads(threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    llm, tokenizer = load(model or smollm2())
+    llm, tokenizer = load(model or smollm2(), **({"dtype": dtype} if dtype else {}))
     arms = plan(indexes.split(","), policies.split(","), numbers(budgets), every)
     text = text or available()
     settings = {

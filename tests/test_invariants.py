@@ -685,7 +685,7 @@ def test_sizes_are_those_of_the_geometry(block: int, head_room: float) -> None:
     assert stats.full_kv_bytes == 3 * 300 * geometry.token_bytes
 
 
-@pytest.mark.parametrize(("index", "bits"), [("keys2bit", 2.5), ("minmax", 2)])
+@pytest.mark.parametrize(("index", "bits"), [("keys2bit", 3), ("minmax", 2)])
 def test_index_size_per_key_element(index: str, bits: float) -> None:
     """In 16-bit models, at block 16; the spill group aside."""
     driver = Driver(index=index, budget=64)

@@ -1,4 +1,4 @@
-"""All keys at two bits, behind their own coarse bounds: 2.5 bits per key element."""
+"""All keys at two bits, behind their own coarse bounds: 3 bits per key element."""
 
 import torch
 from torch import Tensor
@@ -6,14 +6,14 @@ from torch import Tensor
 from ..geometry import ceil_div
 from .base import Index
 
-GROUP_TOKENS = 64
+GROUP_TOKENS = 32
 LEAST_CANDIDATES = 8192
 
 
 def candidate_tokens(budget: int) -> int:
     """Tokens whose groups are refined at two bits, for a budget of tokens.
 
-    Four times the budget, but never few: the coarse bounds of 64 tokens keep the attention mass,
+    Four times the budget, but never few: the coarse bounds of a group keep the attention mass,
     and still lose single tokens that matter, such as a needle. Refining 8K of them is cheap.
     """
     return max(4 * budget, LEAST_CANDIDATES)
@@ -22,7 +22,7 @@ def candidate_tokens(budget: int) -> int:
 class Keys2BitIndex(Index):
     """Estimates each block's attention from two-bit keys.
 
-    Quantised per channel over 64 tokens. The stored lowest value and step also bound the group's
+    Quantised per channel over 32 tokens. The stored lowest value and step also bound the group's
     keys, which gives a coarse level for free: the groups with the largest bounds are candidates,
     and only these are refined. Kin: the low-bit key copies of SpeCache and Twilight.
     """
@@ -32,7 +32,7 @@ class Keys2BitIndex(Index):
 
     @classmethod
     def group_tokens(cls, block: int) -> int:
-        """64 tokens, or the block where that is larger."""
+        """32 tokens, or the block where that is larger."""
         return max(GROUP_TOKENS, block)
 
     def encode(self, keys: Tensor) -> dict[str, Tensor]:

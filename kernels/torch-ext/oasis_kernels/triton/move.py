@@ -131,7 +131,8 @@ def append_kernel(
                     )
                     low = tl.min(b_k, 0)
                     range_k = tl.max(b_k, 0).to(tl.float32) - low.to(tl.float32)
-                    step = (range_k * 0.3333333333333333).to(low.dtype)
+                    # Not low.dtype: reductions of 16-bit numbers come back in float32.
+                    step = (range_k * 0.3333333333333333).to(b_k.dtype)
                     tl.store(index_b + row * DK + channel, low, mask=m_c)
                     tl.store(index_c + row * DK + channel, step, mask=m_c)
                     scale = tl.where(step > 0, step.to(tl.float32), 1.0)

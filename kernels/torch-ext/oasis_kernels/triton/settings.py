@@ -40,7 +40,7 @@ class Settings:
     bounds_groups: int = 64
     bounds_warps: int = 4
     candidate_warps: int = 8
-    fine_groups: int = 2
+    fine_groups: int = 4
     fine_warps: int = 2
     plan_warps: int = 8
     plan_warps_wide: int = 16
