@@ -248,22 +248,22 @@ def test_keys2bit_refines_the_candidates_with_the_largest_bounds(
 ) -> None:
     """With room for all groups the coarse level has no say; with room for two, two are scored."""
     scores = {}
-    for tokens in (10**6, 128):
+    for tokens in (10**6, 64):
         monkeypatch.setattr(keys2bit, "candidate_tokens", lambda budget, n=tokens: n)
         driver, generator = Driver(**(SPARSE | {"sink_tokens": 0})), rng()
         driver.feed_random(generator, 1, 800)
         q = random_qkv(generator, 1, 1)[0]
         scores[tokens] = score_of(driver, q, spy)
     blocks = int(driver.layer.committed[0]) // 16
-    everything, few = (scores[n][..., :blocks] for n in (10**6, 128))
+    everything, few = (scores[n][..., :blocks] for n in (10**6, 64))
     assert bool((everything > 0).all())
-    groups = (few > 0).unflatten(-1, (-1, 4))
+    groups = (few > 0).unflatten(-1, (-1, 2))
     assert torch.equal(groups.any(-1), groups.all(-1))
     assert groups.any(-1).sum(-1).tolist() == [[2, 2]]
     # Among fewer the share of each is larger.
     assert bool((few[few > 0] >= everything[few > 0]).all())
     low, step = (
-        driver.layer.index.arrays[name][:, :, : blocks // 4] for name in ("lowest", "step")
+        driver.layer.index.arrays[name][:, :, : blocks // 2] for name in ("lowest", "step")
     )
     query = q.unflatten(1, (2, 2))[..., 0, :] / 4
     bound = bound_logits(query, low, low + 3 * step).softmax(-1).mean(2)

@@ -1,7 +1,7 @@
 """The attention implementation "oasis" and its mask, as registered with Transformers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ class OasisMask:
 
     columns: int
     real: Tensor | None
+    _all_real: dict[int, bool] = field(default_factory=dict, compare=False, repr=False)
+
+    def all_real(self, rows: int) -> bool:
+        """Whether the newest `rows` columns hold no padding; asks the device once a forward."""
+        if self.real is None:
+            return True
+        if rows not in self._all_real:
+            self._all_real[rows] = bool(self.real[:, -rows:].all())
+        return self._all_real[rows]
 
     def to(self, *args: Any, **kwargs: Any) -> "OasisMask":
         """The mask on another device."""
@@ -166,6 +175,8 @@ def oasis_attention(
     valid = None
     if isinstance(attention_mask, OasisMask) and attention_mask.real is not None:
         valid = _rows_of(attention_mask.real, layer, key.shape[2], new)
+        if layer.reads_prompt and attention_mask.all_real(key.shape[2]):
+            valid = None
     if layer.ledger.frozen:
         valid = layer.ledger.static
     elif new and layer.leads:

@@ -163,6 +163,8 @@ class OasisCache(compat.Cache):
         self._dense = rows > 1 and not verify
         self._verified = rows if verify else 0
         self.first_round = self.prompt_expected = False
+        for layer in self.offloaded[:1]:
+            layer.ahead.clear()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens given so far, padding included."""

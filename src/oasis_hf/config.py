@@ -39,6 +39,8 @@ class OasisConfig:
             built from the model, not from its config.
         backend: "reference" (torch), "triton", or "auto".
         graphs: replay whole decode steps as CUDA graphs, where that is possible.
+        compile: fuse the model's own elementwise work in these graphs with `torch.compile`; takes
+            tens of seconds once, and rounds differently.
     """
 
     budget: int = 2048
@@ -55,6 +57,7 @@ class OasisConfig:
     prefill_chunk_size: int | None = None
     backend: str = "auto"
     graphs: bool = True
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dense_layers, list | tuple | range | set | frozenset):
@@ -140,6 +143,15 @@ class OasisConfig:
                     f"fetch_cap: got {cap!r}, expected 'auto', None (no limit) or a share of the "
                     "budget between 0 and 1 such as 0.05"
                 )
+        for name in ("graphs", "compile"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OasisConfigError(f"{name}: got {value!r}, expected True or False")
+        if self.compile and not self.graphs:
+            raise OasisConfigError(
+                "compile: got True with graphs=False, expected graphs=True; what is compiled is "
+                "the step that a CUDA graph replays"
+            )
         for layer in self.dense_layers:
             if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
                 raise OasisConfigError(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from .geometry import ceil_div
 from .index import Index, Keys2BitIndex, MinMaxIndex
 from .index.keys2bit import candidate_tokens
 from .ops import kernels
+from .streams import Beside
 
 if TYPE_CHECKING:
     from .residency import StepPlan
@@ -176,9 +175,8 @@ class TritonEngine(Engine):
         self.kind = _native_kind(s.index) if s.config.reduction == "mean" else 0
         pairs = s.batch_size * g.kv_heads
         self.plan = self.k.Plan(pairs, g.budget_blocks, s.device)
-        self._beside_pending = False
         self.moved = torch.zeros(s.batch_size, dtype=torch.int32, device=s.device)
-        self.side = side_stream(s.device)
+        self.beside = Beside(s.device)
 
     @property
     def native(self) -> bool:
@@ -266,7 +264,7 @@ class TritonEngine(Engine):
             scaling,
         )
         if s.config.on_miss != "fetch":
-            with self._beside():
+            with self.beside.run():
                 self._gather(self.plan, 1)
         return out.unflatten(2, query.shape[2:4])
 
@@ -332,34 +330,10 @@ class TritonEngine(Engine):
             (s.pool.k, s.pool.v),
         )
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run on the side stream, after all that the current stream has been given so far."""
-        if self.side is None:
-            yield
-            return
-        self.side.wait_stream(torch.cuda.current_stream(self.s.device))
-        self._beside_pending = True
-        with torch.cuda.stream(self.side):
-            yield
-
     def join(self) -> None:
         """As in `Engine`."""
-        if self._beside_pending and self.side is not None:
-            torch.cuda.current_stream(self.s.device).wait_stream(self.side)
-        self._beside_pending = False
-
-
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream of background fetches of a device; None without CUDA (Triton's interpreter)."""
-    if device.type != "cuda":
-        return None
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+        self.beside.join()
+        self.s.store.beside.join()
 
 
 def _native_kind(index: Index) -> int:

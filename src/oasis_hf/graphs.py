@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .compat import CACHE_KWARGS, cache_of
 from .engine import TritonEngine
+from .fused import FusedLayers
 from .native import DenseLayer
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class Dispatcher:
         if dispatcher is None:
             dispatcher = cls(model)
             dispatcher.forward._oasis = dispatcher  # type: ignore[attr-defined]
-        graphs = StepGraphs(cache)
+        graphs = StepGraphs(cache, model)
         dispatcher._graphs[cache] = graphs
         weakref.finalize(cache, dispatcher.drop_if_idle)
         return graphs
@@ -97,10 +99,12 @@ class StepGraphs:
         captured: graphs captured so far.
         replayed: steps served by a graph.
         eager: decode steps that ran eagerly, by reason.
+        fused: decoder layers compiled into the graphs.
     """
 
-    def __init__(self, cache: OasisCache) -> None:
-        self._cache = weakref.ref(cache)
+    def __init__(self, cache: OasisCache, model: torch.nn.Module) -> None:
+        self._cache, self._model = weakref.ref(cache), weakref.ref(model)
+        self._fused: FusedLayers | None = None
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._warm: set[tuple[Any, ...]] = set()
         self._pool: Any = None
@@ -109,7 +113,12 @@ class StepGraphs:
 
     def summary(self) -> dict[str, Any]:
         """Counts, and why steps ran eagerly."""
-        return {"captured": self.captured, "replayed": self.replayed, "eager": dict(self.eager)}
+        return {
+            "captured": self.captured,
+            "replayed": self.replayed,
+            "eager": dict(self.eager),
+            "fused": 0 if self._fused is None else len(self._fused),
+        }
 
     def __call__(self, forward: Any, kwargs: dict[str, Any]) -> Any:
         """Run one forward of the model, by a graph where possible."""
@@ -127,7 +136,8 @@ class StepGraphs:
         if key not in self._warm:
             self._warm.add(key)
             self.eager["warm-up"] = self.eager.get("warm-up", 0) + 1
-            return forward(**kwargs)
+            with self._compiling(cache):
+                return forward(**kwargs)
         entry = self._entries.get(key)
         rows = ids.shape[1]
         positions = self._positions(cache, ids, kwargs)
@@ -182,6 +192,15 @@ class StepGraphs:
             return "the capacity grows"
         return None
 
+    def _compiling(self, cache: OasisCache) -> AbstractContextManager[None]:
+        """Where a step is made ready for a graph: with compiled layers, if they were asked for."""
+        model = self._model()
+        if not cache.oasis_config.compile or model is None:
+            return nullcontext()
+        if self._fused is None:
+            self._fused = FusedLayers(model, cache)
+        return self._fused.active()
+
     def _positions(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids")
         if given is not None:
@@ -209,6 +228,7 @@ class StepGraphs:
         torch.cuda.synchronize(ids.device)
         try:
             with (
+                self._compiling(cache),
                 torch.cuda.device(ids.device),
                 torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
             ):

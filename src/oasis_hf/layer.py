@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ahead import ReadAhead
 from .compat import CacheLayerMixin
 from .config import OasisConfig
 from .dense import dense_attention
@@ -39,6 +40,10 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         ledger: which columns are padding, shared by the cache's layers.
         leads: whether this is the layer that records new columns.
         store_layers: offloaded layers from this one to the last, which take host memory together.
+
+    Attributes:
+        ahead: reads earlier tokens ahead of their use; shared by the layers of a cache.
+        following: the offloaded layer whose attention runs next.
     """
 
     is_sliding = False
@@ -58,6 +63,8 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
+        self.ahead = ReadAhead()
+        self.following: OasisLayer | None = None
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -77,6 +84,11 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical sizes: what is resident does not change what a mask covers."""
         return OasisLength(self.columns + query_length), 0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the forward in progress is attended to densely; it may wait for the device."""
+        return self._dense
 
     # ---- one forward ---------------------------------------------------------------------------
 
@@ -146,6 +158,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if self._dense:
             return self._attend_dense(query, key, value, valid, scaling, new)
         if new:
+            self.unsettle()
             self._rows = _Rows(False, [], self.engine.append(key, value, valid))
             self.fresh = key.shape[2]
         assert self._rows.positions is not None
@@ -156,6 +169,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
 
     def advanced(self, rows: int) -> None:
         """Keep the host's numbers in step with `rows` columns appended by a replayed graph."""
+        self.unsettle()
         self.columns += rows
         self.fresh = rows
 
@@ -171,27 +185,56 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         new: bool,
     ) -> Tensor:
         if new:
-            self._rows = _Rows(True, self.lengths.tolist(), None)
-        before = self._rows.before
-        if valid is not None and bool(valid.all()):
-            valid = None
-        all_k, all_v, all_valid = key, value, valid
-        if any(before):
-            rows, old = key.shape[2], max(before)
-            all_k, all_v, old_valid = self.history(before, room=rows)
-            all_k[:, :, old:], all_v[:, :, old:] = key, value
-            if valid is not None or old_valid is not None:
-                all_valid = torch.ones(
-                    self.batch_size, old + rows, dtype=torch.bool, device=self.device
-                )
-                if old_valid is not None:
-                    all_valid[:, :old] = old_valid
-                if valid is not None:
-                    all_valid[:, old:] = valid
-        out = dense_attention(query, all_k, all_v, all_valid, scaling)
+            self._rows = _Rows(True, list(self.settled()[0]), None)
+        if valid is None and not any(self._rows.before):
+            out = dense_attention(query, key, value, None, scaling)
+        else:
+            out = self._by_sequence(query, key, value, valid, scaling, new)
         if new:
             self.extend(key, value, valid)
         return out
+
+    def _by_sequence(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scaling: float,
+        new: bool,
+    ) -> Tensor:
+        """Attend to all earlier tokens, one sequence at a time and without its padding."""
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        before = self._rows.before
+        for row, old in enumerate(before):
+            q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
+            real = None if valid is None else valid[row]
+            if real is not None:
+                asked = real[-q.shape[2] :]
+                q, k, v = q[:, :, asked], k[:, :, real], v[:, :, real]
+            rows = k.shape[2]
+            if not q.shape[2]:
+                continue
+            if old:
+                all_k, all_v = self.ahead.take(self, row, old, rows)
+                if valid is None and new:
+                    self._ask_next(row, before, rows)
+                all_k[:, :, old:], all_v[:, :, old:] = k, v
+                k, v = all_k, all_v
+            found = dense_attention(q, k, v, None, scaling)
+            if real is None:
+                out[row : row + 1] = found
+            else:
+                out[row : row + 1, :, asked] = found
+        return out
+
+    def _ask_next(self, row: int, before: list[int], room: int) -> None:
+        """Have the next sequence's tokens, or the next layer's, come while this is attended to."""
+        after = self.following
+        if row + 1 < len(before):
+            self.ahead.start(self, row + 1, before[row + 1], room)
+        elif after is not None and after.is_initialized and after.device == self.device:
+            self.ahead.start(after, 0, before[0], room)
 
     def adopt(self, key: Tensor, value: Tensor, lengths: Tensor, columns: int) -> None:
         """Fill an empty layer with a saved history.
@@ -223,6 +266,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             return
         self.columns -= columns
         self.lengths -= tokens
+        self.unsettle()
         if columns > self.fresh:
             self.reopen()
         self.fresh = max(0, self.fresh - columns)

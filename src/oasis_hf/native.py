@@ -26,6 +26,8 @@ class DenseLayer(DynamicLayer):
         self.values: Tensor | None
         self.layer_idx, self.ledger, self.leads = layer_idx, ledger, leads
 
+    reads_prompt = False
+
     @property
     def columns(self) -> int:
         """Tokens given so far, padding included."""

@@ -65,6 +65,7 @@ class LayerStorage:
         self.index.allocate(self.batch_size, heads, key)
         self.lengths = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self.committed = torch.zeros_like(self.lengths)
+        self._settled: tuple[list[int], list[int]] | None = None
         self.cold = True
         self.fresh = 0
         self.counters = LayerCounters(device)
@@ -93,39 +94,64 @@ class LayerStorage:
         blocks = max(need // self.geometry.block, 1)
         return min(1 << (blocks - 1).bit_length(), self.index.capacity)
 
-    def history(self, lengths: list[int], room: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    def history(self, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """The first tokens of each sequence, read back from store and tail.
 
         Args:
             lengths: tokens wanted of each sequence.
-            room: tokens of unspecified content to append, for the caller to fill.
 
         Returns:
-            k `[B, H, L + room, Dk]`, v likewise with L the longest, and valid `[B, L]` or None if
+            k `[B, H, L, Dk]`, v likewise with L the longest, and valid `[B, L]` or None if
             all sequences are as long. Tokens past a sequence's end are zeros.
         """
+        self.engine.join()
         longest = max(lengths)
-        g = self.geometry
-        shape = (self.batch_size, g.kv_heads, round_up(longest + room, g.block))
-        k = torch.empty(*shape, g.k_dim, dtype=self.dtype, device=self.device)
-        v = torch.empty(*shape, g.v_dim, dtype=self.dtype, device=self.device)
-        for rows, committed, length in self._runs(lengths):
-            stored = min(committed, length)
-            if stored:
-                self.store.read_into(rows, ceil_div(stored, g.block), k, v)
-            place = torch.arange(stored, length, device=self.device) % self.tail.places
-            for target, ring in ((k, self.tail.k), (v, self.tail.v)):
-                target[rows, :, stored:length] = ring[rows][:, :, place]
-                target[rows, :, length:longest] = 0
-        k, v = k[:, :, : longest + room], v[:, :, : longest + room]
+        k, v = self.history_buffers(self.batch_size, longest)
+        for row, length in enumerate(lengths):
+            self.recall(row, length, k[row : row + 1], v[row : row + 1])
+            k[row, :, length:], v[row, :, length:] = 0, 0
+        k, v = k[:, :, :longest], v[:, :, :longest]
         if min(lengths) == longest:
             return k, v, None
         limit = torch.tensor(lengths, device=self.device)
         return k, v, torch.arange(longest, device=self.device)[None] < limit[:, None]
 
-    def _runs(self, lengths: list[int]) -> list[tuple[slice, int, int]]:
+    def history_buffers(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Memory for at least `tokens` tokens: k `[batch, H, L, Dk]` and v, L in whole blocks."""
+        g = self.geometry
+        shape = (batch, g.kv_heads, round_up(tokens, g.block))
+        k = torch.empty(*shape, g.k_dim, dtype=self.dtype, device=self.device)
+        return k, torch.empty(*shape, g.v_dim, dtype=self.dtype, device=self.device)
+
+    def recall(self, row: int, length: int, k: Tensor, v: Tensor) -> None:
+        """Read the first tokens of a sequence into k `[1, H, L, Dk]` and v, on the current stream.
+
+        L is in whole blocks; what stands behind the tokens is unspecified.
+        """
+        rows = slice(row, row + 1)
+        stored = min(self.settled()[1][row], length)
+        if stored:
+            self.store.read_into(rows, ceil_div(stored, self.geometry.block), k, v)
+        place = torch.arange(stored, length, device=self.device) % self.tail.places
+        for target, ring in ((k, self.tail.k), (v, self.tail.v)):
+            target[:, :, stored:length] = ring[rows][:, :, place]
+
+    def settled(self) -> tuple[list[int], list[int]]:
+        """`lengths` and `committed` as host numbers.
+
+        Waits for the device, unless a prompt set them last: whatever else does calls `unsettle`.
+        """
+        if self._settled is None:
+            self._settled = self.lengths.tolist(), self.committed.tolist()
+        return self._settled
+
+    def unsettle(self) -> None:
+        """Forget the host's copy of `lengths` and `committed`."""
+        self._settled = None
+
+    def _runs(self) -> list[tuple[slice, int, int]]:
         """Sequences that can be handled together: (rows, committed, length)."""
-        committed = self.committed.tolist()
+        lengths, committed = self.settled()
         if len(set(lengths)) == 1 and len(set(committed)) == 1:
             return [(slice(0, self.batch_size), committed[0], lengths[0])]
         return [
@@ -138,19 +164,26 @@ class LayerStorage:
         keep = self.config.recent_tokens
         if self.recording:
             keep = max(keep, self.config.max_rows)
-        for rows, committed, length in self._runs(self.lengths.tolist()):
+        runs, lengths, committed = self._runs(), *map(list, self.settled())
+        self.unsettle()
+        for rows, done, length in runs:
             for part in [rows] if valid is None else _single(rows):
                 k, v = key[part], value[part]
                 if valid is not None:
                     real = valid[part.start]
                     k, v = k[:, :, real], v[:, :, real]
-                self._extend_rows(part, committed, length, k, v, keep)
+                moved = self._extend_rows(part, done, length, k, v, keep)
+                for row in range(part.start, part.stop):
+                    lengths[row] += k.shape[2]
+                    committed[row] += moved
+        self._settled = lengths, committed
         self.cold = True
         self.fresh = 0
 
     def _extend_rows(
         self, rows: slice, committed: int, length: int, k: Tensor, v: Tensor, keep: int
-    ) -> None:
+    ) -> int:
+        """Returns how many tokens left the tail or never entered it."""
         g = self.geometry
         held = torch.arange(committed, length, device=self.device) % self.tail.places
         k = torch.cat([self.tail.k[rows][:, :, held], k], 2)
@@ -169,11 +202,14 @@ class LayerStorage:
         self.tail.k[rows, :, place] = k[:, :, moved:]
         self.tail.v[rows, :, place] = v[:, :, moved:]
         self.lengths[rows] = committed + total
+        return moved
 
     def reopen(self) -> None:
         """Bring the last group back into the tail where tokens that had left it were removed."""
         g = self.geometry
-        pairs = zip(self.lengths.tolist(), self.committed.tolist(), strict=True)
+        self.engine.join()
+        pairs = list(zip(*self.settled(), strict=True))
+        self.unsettle()
         for row, (length, committed) in enumerate(pairs):
             if length >= committed:
                 continue
@@ -201,6 +237,7 @@ class LayerStorage:
             self.lengths.fill_(columns)
         else:
             self.lengths.copy_(lengths)
+        self.unsettle()
         self.reopen()
         # A slot may have been given to a block that never arrived.
         self.residency.clear()
@@ -211,6 +248,7 @@ class LayerStorage:
         for part in (self.store, self.pool, self.tail, self.index, self.residency):
             part.map_batch(fn)
         self.lengths, self.committed = fn(self.lengths), fn(self.committed)
+        self.unsettle()
         self.batch_size = self.lengths.shape[0]
 
 

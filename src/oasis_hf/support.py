@@ -5,6 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from . import compat
+from .ahead import ReadAhead
 from .config import OasisConfig, OasisConfigError
 from .handle import BYPASS, OasisUnsupportedError
 from .layer import OasisLayer
@@ -75,4 +76,8 @@ def build_layers(
             layers[number] = OasisLayer(config, number, ledger, leads, store_layers=left)
         else:
             layers[number] = DenseLayer(number, ledger, leads)
+    ahead = ReadAhead()
+    for number, after in zip(offloaded, [*offloaded[1:], None], strict=True):
+        layers[number].ahead = ahead
+        layers[number].following = None if after is None else layers[after]
     return layers

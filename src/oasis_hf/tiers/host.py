@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
+from ..streams import Beside
 from .pinned import pinned_empty
 
 MAX_SLABS = 4096
@@ -31,6 +32,7 @@ class HostStore:
 
     Attributes:
         slabs: tensors `[B, H, slab_blocks + 1, row]` in host memory.
+        beside: writes that run on the side stream; whoever reads on the current stream joins first.
         table: `[MAX_SLABS]` int64 addresses of the slabs on the device, where the device can reach
             them; None elsewhere.
     """
@@ -48,6 +50,7 @@ class HostStore:
         self.slab_blocks = ceil_div(GROWTH_TOKENS, geometry.block)
         self.slabs: list[Tensor] = []
         self.table: Tensor | None = None
+        self.beside = Beside(device)
         if backend == "triton":
             self.table = torch.zeros(MAX_SLABS, dtype=torch.long, device=device)
             self.fused: Any = kernels("triton")
@@ -151,7 +154,8 @@ class HostStore:
         """Write consecutive blocks from `first` for some sequences: k `[B', H, n, b, Dk]`."""
         if self.table is not None:
             keys, values = k.flatten(2, 3).contiguous(), v.flatten(2, 3).contiguous()
-            self._copy_range(keys, values, rows, first, k.shape[2], to_store=True)
+            with self.beside.run(keys, values):
+                self._copy_range(keys, values, rows, first, k.shape[2], to_store=True)
             return
         packed, done = self._pack(k, v), 0
         for slab, low, high in self._pieces(first, first + packed.shape[2]):
@@ -160,12 +164,12 @@ class HostStore:
         assert done == packed.shape[2], "write past the capacity of the store"
 
     def read_into(self, rows: slice, count: int, k: Tensor, v: Tensor) -> None:
-        """Read the first `count` blocks of some sequences into k `[B, H, L, Dk]` and v."""
+        """Read the first `count` blocks of some sequences into k `[B', H, L, Dk]` and v."""
         if self.table is not None:
-            self._copy_range(k[rows], v[rows], rows, 0, count, to_store=False)
+            self._copy_range(k, v, rows, 0, count, to_store=False)
             return
         for target, part in zip((k, v), self.read_range(rows, 0, count), strict=True):
-            target[rows, :, : count * self.geometry.block] = part.flatten(2, 3)
+            target[:, :, : count * self.geometry.block] = part.flatten(2, 3)
 
     def _copy_range(
         self, k: Tensor, v: Tensor, rows: slice, first: int, count: int, to_store: bool

@@ -1,0 +1,277 @@
+"""What only a GPU can show: graphs, streams, pinned memory, several devices."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from helpers import (
+    build_model,
+    cache_argument,
+    dense_cache,
+    draft_model,
+    generate,
+    left_padded,
+    prompt,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oasis_hf import OasisCache, packaged
+from oasis_hf.streams import Beside
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+WIDE = {"head_dim": 64, "num_hidden_layers": 3, "hidden_size": 128}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return build_model("Llama", WIDE).to("cuda")
+
+
+@pytest.fixture(scope="module")
+def half() -> PreTrainedModel:
+    return build_model("Llama", WIDE).to("cuda", torch.bfloat16)
+
+
+def on_gpu(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.to("cuda") for tensor in tensors]
+
+
+def run(model: PreTrainedModel, ids: Tensor, tokens: int = 60, **options: Any) -> Tensor:
+    """New tokens with a fresh cache; graphs must have served most of the steps if they are on."""
+    cache = OasisCache(model, **options)
+    new = generate(model, ids, cache, tokens)
+    if cache.graphs is not None:
+        summary = cache.graphs.summary()
+        assert summary["replayed"] > 0, summary
+        assert bool(summary["fused"]) == bool(options.get("compile"))
+    return new
+
+
+# ---- graphs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"index": "minmax"}, {"on_miss": "skip"}, {"on_miss": 0.01}]
+)
+@pytest.mark.usefixtures("small_slabs")
+def test_graphs_replay_what_eager_steps_do(model: PreTrainedModel, options: dict) -> None:
+    """Across blocks, slabs and captures; twice, with other prompts, on one model."""
+    for seed, length in ((1, 500), (2, 713)):
+        ids = prompt(length, 2, seed).to("cuda")
+        eager = run(model, ids, 150, budget=128, graphs=False, **options)
+        assert torch.equal(run(model, ids, 150, budget=128, **options), eager)
+
+
+def test_two_caches_take_turns_on_one_model(model: PreTrainedModel) -> None:
+    """Graphs of one cache never see the other's tokens."""
+    name = cache_argument(model)
+    prompts = [prompt(300, 1, 3).to("cuda"), prompt(420, 1, 4).to("cuda")]
+    want = [run(model, ids, 40, budget=128) for ids in prompts]
+    caches = [OasisCache(model, budget=128) for _ in prompts]
+    tokens: list[list[int]] = [[], []]
+    with torch.no_grad():
+        last = [
+            model(input_ids=ids, **{name: cache}).logits[:, -1].argmax(-1, keepdim=True)
+            for ids, cache in zip(prompts, caches, strict=True)
+        ]
+        for _ in range(40):
+            for turn, cache in enumerate(caches):
+                tokens[turn].append(int(last[turn]))
+                step = model(input_ids=last[turn], **{name: cache})
+                last[turn] = step.logits[:, -1].argmax(-1, keepdim=True)
+    assert tokens == [row[0].tolist() for row in want]
+
+
+def test_drafts_are_verified_by_graphs(model: PreTrainedModel) -> None:
+    """At full budget assisted decoding gives the plain tokens, through captured verifications."""
+    ids = prompt(400).to("cuda")
+    plain = generate(model, ids, dense_cache(model), 60)
+    cache = OasisCache(model, budget=2048)
+    draft = draft_model("llama", "bad").to("cuda")
+    new = generate(model, ids, cache, 60, assistant_model=draft)
+    assert torch.equal(new, plain)
+    assert cache.graphs is not None and cache.graphs.summary()["replayed"] > 0
+
+
+def test_compiled_steps_are_close(model: PreTrainedModel) -> None:
+    """compile=True: the same tokens in float32, through graphs with compiled layers."""
+    ids = prompt(500).to("cuda")
+    torch._dynamo.reset()
+    want = run(model, ids, 60, budget=128)
+    assert torch.equal(run(model, ids, 60, budget=128, compile=True), want)
+
+
+# ---- prompts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [100, 256])
+def test_pieces_of_a_prompt(model: PreTrainedModel, size: int) -> None:
+    """Earlier tokens, read back ahead of their use, are those of the whole prompt."""
+    ids, mask = on_gpu(*left_padded([0, 37, 120], 700))
+    whole = generate(model, ids, dense_cache(model), 30, attention_mask=mask)
+    cache = OasisCache(model, budget=2048, prefill_chunk_size=size)
+    assert torch.equal(generate(model, ids, cache, 30, attention_mask=mask), whole)
+
+
+def test_pieces_of_a_prompt_in_16_bits(half: PreTrainedModel) -> None:
+    """Flash attention over a last part of the rows: logits as close as another order of sums."""
+    ids, name = prompt(900, 2).to("cuda"), cache_argument(half)
+    with torch.no_grad():
+        want = half(input_ids=ids, **{name: dense_cache(half)}).logits[:, -1]
+        cache = OasisCache(half, budget=2048, prefill_chunk_size=200)
+        got = half(input_ids=ids, logits_to_keep=1, **{name: cache}).logits[:, -1]
+    spread = float(want.std())
+    assert float((got - want).abs().max()) < 0.1 * spread
+
+
+# ---- streams and memory ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_random_delays_change_nothing(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Transfers that start late, end late, or meet a slow main stream: the same tokens."""
+    ids = prompt(700, 2, 8).to("cuda")
+    options = {"budget": 128, "on_miss": "skip", "graphs": graphs, "prefill_chunk_size": 128}
+    want = run(model, ids, 80, **options)
+    generator = torch.Generator().manual_seed(0)
+    original = Beside.run
+
+    def sleep() -> None:
+        torch.cuda._sleep(int(torch.randint(0, 300_000, (1,), generator=generator)))
+
+    @contextmanager
+    def late(self: Beside, *tensors: Tensor) -> Iterator[None]:
+        sleep()
+        with original(self, *tensors):
+            sleep()
+            yield
+            sleep()
+
+    monkeypatch.setattr(Beside, "run", late)
+    for _ in range(2):
+        assert torch.equal(run(model, ids, 80, **options), want)
+
+
+def test_memory_returns(model: PreTrainedModel) -> None:
+    """Host and device memory are back where they were once the cache is gone."""
+    ids = prompt(3000, 4).to("cuda")
+
+    def use() -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), psutil.Process().memory_info().rss
+
+    def once(seed: int) -> tuple[int, int]:
+        cache = OasisCache(model, budget=256)
+        generate(model, ids, cache, 30)
+        held = cache.stats().host_bytes
+        between = use()
+        del cache
+        return held, between[1]
+
+    once(0)
+    device, host = use()
+    held, peak = once(1)
+    after_device, after_host = use()
+    assert after_device <= device
+    assert held > 8e6
+    assert after_host - host < 0.25 * held + 4e6, (host, peak, after_host, held)
+
+
+# ---- other ways to run -------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+sys.path.insert(0, "tests")
+import torch
+from helpers import build_model, generate, prompt
+from oasis_hf import OasisCache
+model = build_model("Llama", {"head_dim": 64, "num_hidden_layers": 2}).to("cuda")
+ids = prompt(400, 2, 1).to("cuda")
+for options in ({}, {"index": "minmax", "on_miss": "skip"}):
+    for graphs in (False, True):
+        cache = OasisCache(model, budget=64, prefill_chunk_size=150, graphs=graphs, **options)
+        print(generate(model, ids, cache, 24).tolist())
+"""
+
+
+def script(command: list[str], **environment: str) -> str:
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root / "src"), str(root / "kernels" / "torch-ext"), *sys.path])
+    done = subprocess.run(
+        [*command, sys.executable, "-c", SCRIPT],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_launch_blocking() -> None:
+    """Where every launch waits for its end, errors would be named: there are none."""
+    lines = script([], CUDA_LAUNCH_BLOCKING="1").splitlines()
+    assert len(lines) == 4 and lines[0] == lines[1] and lines[2] == lines[3]
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+def test_memcheck() -> None:
+    """No kernel of a prompt or a step reads or writes out of bounds."""
+    text = script(
+        ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"],
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+    )
+    assert "ERROR SUMMARY: 0 errors" in text
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Layers spread by accelerate: each part on its layer's device, the tokens of one GPU."""
+    from transformers import LlamaForCausalLM
+
+    ids = prompt(600, 2).to("cuda")
+    want = run(model, ids, 60, budget=128)
+    model.save_pretrained(tmp_path)
+    places: dict[str, int] = {"model.embed_tokens": 0, "model.norm": 1, "lm_head": 1}
+    places |= {"model.rotary_emb": 0} | {f"model.layers.{n}": int(n > 0) for n in range(3)}
+    spread = LlamaForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="oasis", device_map=places, dtype=torch.float32
+    )
+    spread.generation_config.eos_token_id = None
+    cache = OasisCache(spread, budget=128)
+    assert torch.equal(generate(spread, ids, cache, 60), want)
+    assert [layer.pool.k.device.index for layer in cache.offloaded] == [0, 1, 1]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec(packaged.PACKAGE) is None, reason=packaged.INSTALL_COMMAND
+)
+def test_a_real_model_gives_the_tokens_of_the_cpu() -> None:
+    """SmolLM2 in float32 over real text, at full budget."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    answers = []
+    for device in ("cpu", "cuda"):
+        llm, tokenizer = packaged.load(packaged.smollm2(), device_map=device, dtype=torch.float32)
+        text = packaged.prose(12_000)
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :2010].to(device)
+        answers.append(generate(llm, ids, OasisCache(llm, budget=4096), 32).cpu())
+    assert torch.equal(*answers)
