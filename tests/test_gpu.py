@@ -206,17 +206,18 @@ from oasis_hf import OasisCache
 model = build_model("Llama", {"head_dim": 64, "num_hidden_layers": 2}).to("cuda")
 ids = prompt(400, 2, 1).to("cuda")
 for options in ({}, {"index": "minmax", "on_miss": "skip"}):
-    for graphs in (False, True):
+    for graphs in (False, True) if "graphs" in sys.argv else (False,):
         cache = OasisCache(model, budget=64, prefill_chunk_size=150, graphs=graphs, **options)
         print(generate(model, ids, cache, 24).tolist())
 """
 
 
-def script(command: list[str], **environment: str) -> str:
+def script(command: list[str], *arguments: str, **environment: str) -> str:
+    """What `SCRIPT` prints."""
     root = Path(__file__).parent.parent
     path = os.pathsep.join([str(root / "src"), str(root / "kernels" / "torch-ext"), *sys.path])
     done = subprocess.run(
-        [*command, sys.executable, "-c", SCRIPT],
+        [*command, sys.executable, "-c", SCRIPT, *arguments],
         cwd=root,
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
@@ -229,13 +230,13 @@ def script(command: list[str], **environment: str) -> str:
 
 def test_launch_blocking() -> None:
     """Where every launch waits for its end, errors would be named: there are none."""
-    lines = script([], CUDA_LAUNCH_BLOCKING="1").splitlines()
+    lines = script([], "graphs", CUDA_LAUNCH_BLOCKING="1").splitlines()
     assert len(lines) == 4 and lines[0] == lines[1] and lines[2] == lines[3]
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 def test_memcheck() -> None:
-    """No kernel of a prompt or a step reads or writes out of bounds."""
+    """No kernel of a prompt or a step reads or writes out of bounds, allocations unpooled."""
     text = script(
         ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"],
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",

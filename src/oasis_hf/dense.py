@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention.bias import causal_lower_right
 
 ROWS_AT_ONCE = 512
@@ -31,6 +32,8 @@ def dense_attention(
             query, key, value, is_causal=rows > 1, scale=scaling, enable_gqa=gqa
         )
     if valid is None and _flash_serves(query, key, value):
+        if can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, False, gqa)):
+            return _in_two_parts(query, key, value, scaling)
         lower_right = causal_lower_right(rows, total)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=lower_right, scale=scaling, enable_gqa=gqa
@@ -63,3 +66,24 @@ def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     sixteen_bits = query.dtype in (torch.float16, torch.bfloat16)
     dims = query.shape[-1], key.shape[-1], value.shape[-1]
     return query.is_cuda and sixteen_bits and len(set(dims)) == 1 and dims[0] <= 256
+
+
+def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """The earlier tokens, then the rows' own, merged by their sums.
+
+    cuDNN's attention, twice as fast as the other on Hopper, aligns a causal mask to the first key
+    only, and hands out the log-sum-exp that a merge needs only below torch's public interface.
+    """
+    old = key.shape[2] - query.shape[2]
+    parts = []
+    for k, v, causal in (
+        (key[:, :, :old], value[:, :, :old], False),
+        (key[:, :, old:], value[:, :, old:], True),
+    ):
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, k, v, None, True, 0.0, causal, False, scale=scaling
+        )
+        parts.append((found[0], found[1].reshape(query.shape[:3])))
+    (before, sum_before), (own, sum_own) = parts
+    weight = torch.sigmoid(sum_own - sum_before)[..., None]
+    return torch.lerp(before.float(), own.float(), weight).to(query.dtype)

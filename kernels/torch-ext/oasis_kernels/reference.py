@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+LEAST_SHARE = 0x30000000  # 2**-31, as the bits of a float32.
 
 
 def spill(index: Tensor, keep: Tensor, column: int) -> Tensor:
@@ -111,12 +112,14 @@ def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def truncate_share(share: Tensor) -> Tensor:
-    """Keep the upper 16 bits of float32 shares, as bfloat16 would: 8 bits of precision.
+    """Keep the upper 16 bits of float32 shares, as bfloat16 would, and nothing below 2**-31.
 
-    Blocks whose shares differ by less are as good as each other; ranking them by 16 bits halves the
-    passes of a threshold search, and the choice no longer hangs on the rounding of a backend.
+    Blocks whose shares differ by less than 8 bits of precision are as good as each other, and those
+    of next to nothing too. So a share has 12 bits, which makes a threshold search short, and the
+    choice no longer hangs on the rounding of a backend.
     """
-    return (share.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
+    upper = share.contiguous().view(torch.int32) & -0x10000
+    return torch.where(upper >= LEAST_SHARE, upper, 0).view(torch.float32)
 
 
 def reduce_rows(

@@ -139,22 +139,16 @@ def candidates(
 ) -> Tensor:
     """The `count` groups with the largest bounds, in order: `[BH, count]` int32."""
     pairs, rows, groups = scores.logits.shape
-    programs = scores.partial.shape[1]
+    programs, launch = scores.partial.shape[1], _settings(scores.logits.device)
     chosen = torch.empty(pairs, count, dtype=INT32, device=scores.logits.device)
     size = _pow2(groups)
     plan.candidates_kernel[(pairs,)](
         scores.logits, scores.partial, scores.positions, committed, chosen,
         heads, groups, count, programs, group_tokens,
         Q=rows, T=scores.positions.shape[1], PP=_pow2(programs, 1), CP=size,
-        DIGIT_BITS=_digit_bits(size),
-        num_warps=_settings(chosen.device).candidate_warps,
+        num_warps=launch.candidate_warps if size <= 2048 else launch.candidate_warps_wide,
     )  # fmt: skip
     return chosen
-
-
-def _digit_bits(size: int) -> int:
-    """Bits per pass of a threshold search: as many as registers allow."""
-    return 4 if size <= 1024 else 2
 
 
 def keys2bit(
@@ -185,7 +179,7 @@ def keys2bit(
         ring_k, lengths, positions,
         heads, groups, count, rows, positions.shape[1],
         R=places, G_TOKENS=tokens, BLOCK=block, D=dim, DQ=_pow2(dim // 4), DP=_pow2(dim),
-        QP=_pow2(rows), GROUPS=launch.fine_groups, FAST=fast,
+        QP=_pow2(rows), QN=_pow2(rows, 8), GROUPS=launch.fine_groups, FAST=fast,
         ASM=_asm(query) and fast == tl.float16, PRECISION=_precision(query),
         num_warps=launch.fine_warps,
     )  # fmt: skip
@@ -245,7 +239,7 @@ def plan_step(
         Q=rows, T=scores.positions.shape[1], BLOCK=block, PER=scores.per_group,
         CANDIDATES=scores.chosen is not None, PP=_pow2(programs, 1), CP=size, SP=_pow2(slots),
         KP=_pow2(count),
-        REDUCE_MAX=scores.reduce_max, DIGIT_BITS=_digit_bits(size), FILL=fill,
+        REDUCE_MAX=scores.reduce_max, FILL=fill,
         num_warps=launch.plan_warps if size <= 2048 else launch.plan_warps_wide,
     )  # fmt: skip
 

@@ -14,15 +14,16 @@ from .search import (
 
 
 @triton.jit
-def row_logsumexp(partial, first, programs, stride, PP: tl.constexpr):
-    """Log-sum-exp of one query row out of its partial (maximum, sum) pairs."""
-    i_p = tl.arange(0, PP)
-    p = partial + first + i_p * stride
-    b_m = tl.load(p, mask=i_p < programs, other=float("-inf"))
-    b_s = tl.load(p + 1, mask=i_p < programs, other=0.0)
-    top = tl.max(b_m, 0)
+def rows_logsumexp(partial, bh, programs, Q: tl.constexpr, QP: tl.constexpr, PP: tl.constexpr):
+    """Log-sum-exp of each query row, `[QP]`, out of partial (maximum, sum) pairs."""
+    i_q, i_p = tl.arange(0, QP), tl.arange(0, PP)
+    p = partial + ((bh * programs + i_p)[None, :] * Q + i_q[:, None]) * 2
+    m_p = (i_p < programs)[None, :] & (i_q < Q)[:, None]
+    b_m = tl.load(p, mask=m_p, other=float("-inf"))
+    b_s = tl.load(p + 1, mask=m_p, other=0.0)
+    top = tl.max(b_m, 1)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    return safe + tl.log(tl.sum(b_s * tl.exp(b_m - safe), 0))
+    return safe + tl.log(tl.sum(b_s * tl.exp(b_m - safe[:, None]), 1))
 
 
 @triton.jit
@@ -34,19 +35,22 @@ def reduced_score(
 
     The mean of the rows' softmax, or the maximum of their logits; rows of padding are left out.
     """
+    QP: tl.constexpr = triton.next_power_of_2(Q)
+    i_q = tl.arange(0, QP)
     b_score = tl.zeros((CP,), tl.float32)
     if REDUCE_MAX:
         b_score += float("-inf")
+    else:
+        total = rows_logsumexp(partial, bh, programs, Q, QP, PP)
     voices = 0
-    for q in range(Q):
+    for q in tl.range(0, Q, loop_unroll_factor=4):
         if tl.load(rows_end + b * T + q % T) >= 0:
             voices += 1
             b_l = tl.load(logits + (bh * Q + q) * N + i_c, mask=i_c < N, other=float("-inf"))
             if REDUCE_MAX:
                 b_score = tl.maximum(b_score, b_l)
             else:
-                first = (bh * programs * Q + q) * 2
-                b_score += tl.exp(b_l - row_logsumexp(partial, first, programs, Q * 2, PP))
+                b_score += tl.exp(b_l - tl.sum(tl.where(i_q == q, total, 0.0), 0))
     if not REDUCE_MAX:
         b_score = truncate_share(b_score / tl.maximum(voices, 1))
     return b_score, voices
@@ -55,7 +59,7 @@ def reduced_score(
 @triton.jit
 def candidates_kernel(
     logits, partial, rows_end, committed, chosen, H, N, M, programs, group_tokens,
-    Q: tl.constexpr, T: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, DIGIT_BITS: tl.constexpr,
+    Q: tl.constexpr, T: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr,
 ):  # fmt: skip
     """The M groups with the largest bounds, in order; unfilled places name group N."""
     bh = tl.program_id(0).to(tl.int64)
@@ -66,12 +70,22 @@ def candidates_kernel(
         logits, partial, rows_end, bh, b, i_c, N, programs, Q, T, PP, CP, False
     )
     key = tl.where(i_c < groups, share_key(b_score), tl.zeros((CP,), tl.uint32))
-    keep = top_mask(key, M, 16, DIGIT_BITS)
+    keep = top_mask(key, M, 12)
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     found = tl.sum(keep.to(tl.int32))
     tl.store(chosen + bh * M + place, i_c, mask=keep)
     unfilled = (i_c >= found) & (i_c < M)
     tl.store(chosen + bh * M + i_c, tl.zeros((CP,), tl.int32) + N, mask=unfilled)
+
+
+@triton.jit
+def _list(entries, count, mask, place, total, bh, ids, slots, CP: tl.constexpr):
+    """Append the `total` fetches of `mask` to a list; `place` counts them from one."""
+    if total > 0:
+        entry = entries + (tl.atomic_add(count, total) + place - 1) * 3
+        tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=mask)
+        tl.store(entry + 1, ids, mask=mask)
+        tl.store(entry + 2, slots, mask=mask)
 
 
 @triton.jit
@@ -83,7 +97,7 @@ def plan_kernel(
     Q: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
     CANDIDATES: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, SP: tl.constexpr,
     KP: tl.constexpr,
-    REDUCE_MAX: tl.constexpr, DIGIT_BITS: tl.constexpr, FILL: tl.constexpr,
+    REDUCE_MAX: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Choose K of C candidate blocks, plan the moves, update the tables.
 
@@ -106,10 +120,10 @@ def plan_kernel(
     )
     b_score = tl.where(ids < sinks, float("inf"), b_score)
     live = (i_c < C) & (ids < blocks) & (b_score > float("-inf")) & (voices > 0)
-    BITS: tl.constexpr = 32 if REDUCE_MAX else 16
+    BITS: tl.constexpr = 32 if REDUCE_MAX else 12
     key = ordered_key(b_score) if REDUCE_MAX else share_key(b_score)
     key = tl.where(live, key, tl.zeros((CP,), tl.uint32))
-    wanted = top_mask(key, K, BITS, DIGIT_BITS)
+    wanted = top_mask(key, K, BITS)
 
     now_time = tl.load(clock) - 1 if FILL else tl.load(clock)
     slot = tl.load(slot_of_block + bh * (N + 1) + ids, mask=wanted, other=-1)
@@ -123,13 +137,20 @@ def plan_kernel(
     if cap > 0:
         if tl.sum(later.to(tl.int32)) > cap:
             rest = tl.where(later, key, tl.zeros((CP,), tl.uint32))
-            later = top_mask(rest, cap, BITS, DIGIT_BITS)
+            later = top_mask(rest, cap, BITS)
     else:
         later = later & (cap > 0)
     take = now | later
-    taken = tl.sum(take.to(tl.int32))
+    # One scan for all that is counted: hits, fetches now, fetches later, 20 bits each.
+    packed = hit.to(tl.int64) + (now.to(tl.int64) << 20) + (later.to(tl.int64) << 40)
+    behind = tl.cumsum(packed, 0)
+    totals = tl.sum(packed, 0)
+    i_hit, i_now = (behind & 0xFFFFF).to(tl.int32), ((behind >> 20) & 0xFFFFF).to(tl.int32)
+    i_later = (behind >> 40).to(tl.int32)
+    n_hit, n_now = (totals & 0xFFFFF).to(tl.int32), ((totals >> 20) & 0xFFFFF).to(tl.int32)
+    n_later = (totals >> 40).to(tl.int32)
     given = tl.zeros((CP,), tl.int32) - 1
-    if taken > 0:
+    if n_now + n_later > 0:
         # The ages written above are read back by other threads of this program.
         tl.debug_barrier()
         i_s = tl.arange(0, SP)
@@ -139,46 +160,32 @@ def plan_kernel(
         order = tl.where(i_s < S, eviction_order(owner, age, now_time), tl.zeros((SP,), tl.uint32))
         turns = victims + bh * 2 * SP
         rank = descending_rank(order, turns + SP, SP, 32 if SP > 32 else SP)
-        tl.store(turns + rank, i_s, mask=rank < taken)
+        tl.store(turns + rank, i_s, mask=rank < n_now + n_later)
         tl.debug_barrier()
-        turn = tl.cumsum(take.to(tl.int32), 0) - 1
-        given = tl.load(turns + turn, mask=take, other=-1)
+        given = tl.load(turns + i_now + i_later - 1, mask=take, other=-1)
         old = tl.load(owners + given, mask=take, other=-1)
         homes = slot_of_block + bh * (N + 1)
         tl.store(homes + old, tl.zeros((CP,), tl.int32) - 1, mask=take & (old >= 0))
         tl.store(homes + ids, given, mask=take)
         tl.store(owners + given, ids, mask=take)
         tl.store(ages + given, tl.zeros((CP,), tl.int32) + now_time, mask=take)
-        if tl.sum(now.to(tl.int32)) > 0:
-            n_now = tl.sum(now.to(tl.int32))
-            place = tl.atomic_add(now_count, n_now) + tl.cumsum(now.to(tl.int32), 0) - 1
-            entry = now_list + place * 3
-            tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=now)
-            tl.store(entry + 1, ids, mask=now)
-            tl.store(entry + 2, given, mask=now)
-        if tl.sum(later.to(tl.int32)) > 0:
-            n_later = tl.sum(later.to(tl.int32))
-            place = tl.atomic_add(later_count, n_later) + tl.cumsum(later.to(tl.int32), 0) - 1
-            entry = later_list + place * 3
-            tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=later)
-            tl.store(entry + 1, ids, mask=later)
-            tl.store(entry + 2, given, mask=later)
+        _list(now_list, now_count, now, i_now, n_now, bh, ids, given, CP)
+        _list(later_list, later_count, later, i_later, n_later, bh, ids, given, CP)
     if FILL:
-        tl.atomic_add(counters + 5, tl.sum(now.to(tl.int64)))
+        tl.atomic_add(counters + 5, n_now.to(tl.int64))
     else:
         use = hit | now
-        place = tl.cumsum(use.to(tl.int32), 0) - 1
-        used = tl.sum(use.to(tl.int32))
-        source = tl.where(hit, slot, given)
-        tl.store(attended + bh * K + place, source, mask=use)
+        used = n_hit + n_now
+        tl.store(attended + bh * K + i_hit + i_now - 1, tl.where(hit, slot, given), mask=use)
         i_k = tl.arange(0, KP)
         unused = (i_k >= used) & (i_k < K)
         tl.store(attended + bh * K + i_k, tl.zeros((KP,), tl.int32) - 1, mask=unused)
         stayed = hit & (before == now_time - 1)
-        n_wanted = tl.sum(wanted.to(tl.int64))
+        both = tl.sum(wanted.to(tl.int64) + (stayed.to(tl.int64) << 32), 0)
+        n_wanted, n_stayed = both & 0xFFFFFFFF, both >> 32
         tl.atomic_add(counters + 6, tl.where(bh == 0, 1, 0).to(tl.int64))
         tl.atomic_add(counters, n_wanted)
-        tl.atomic_add(counters + 1, tl.sum(hit.to(tl.int64)))
-        tl.atomic_add(counters + 2, tl.sum(now.to(tl.int64)))
-        tl.atomic_add(counters + 3, tl.sum(later.to(tl.int64)))
-        tl.atomic_add(counters + 4, n_wanted - tl.sum(stayed.to(tl.int64)))
+        tl.atomic_add(counters + 1, n_hit.to(tl.int64))
+        tl.atomic_add(counters + 2, n_now.to(tl.int64))
+        tl.atomic_add(counters + 3, n_later.to(tl.int64))
+        tl.atomic_add(counters + 4, n_wanted - n_stayed)

@@ -94,10 +94,9 @@ def _tail_partial(
 def _unpack_asm(part):
     return f"""{{
         .reg .b32 t;
-        shr.u32 t, $2, {2 * part};
-        and.b32 t, t, 0x03030303;
-        prmt.b32 $0, t, 0x64646464, 0x4140;
-        prmt.b32 $1, t, 0x64646464, 0x4342;
+        and.b32 t, $2, {0x03030303 << (2 * part)};
+        prmt.b32 $0, t, 0, 0x4140;
+        prmt.b32 $1, t, 0, 0x4342;
     }}"""
 
 
@@ -106,10 +105,11 @@ ASM_0, ASM_1, ASM_2, ASM_3 = (tl.constexpr(_unpack_asm(part)) for part in range(
 
 @triton.jit
 def _unpack(codes, PART: tl.constexpr, TEXT: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr):
-    """The 2-bit code PART of each byte as FAST; with ASM as float16, plus 1024.
+    """The 2-bit code PART of each byte as FAST; with ASM as float16, times 2**(2 * PART - 24).
 
-    Converting integers to floats is slow; 0x6400 | code *is* 1024 + code in float16, and four bytes
-    become four such numbers in four instructions. The caller takes the offset back out.
+    Converting integers to floats is slow, and needless: a byte with two bits set at 2 * PART *is*
+    a subnormal float16, which tensor cores multiply exactly. Four bytes become four numbers in
+    three instructions. The other factor takes the powers of two back out, see `_times_step`.
     """
     if ASM:
         return tl.inline_asm_elementwise(
@@ -120,14 +120,15 @@ def _unpack(codes, PART: tl.constexpr, TEXT: tl.constexpr, FAST: tl.constexpr, A
 
 
 @triton.jit
-def _step_and_low(
-    query, lowest, step, place, mask, scaling, FAST: tl.constexpr,
-):  # fmt: skip
-    """A quarter of the channels: the scaled query times the step, and its logit with the lowest."""
-    b_q = query.to(tl.float32) * scaling
-    b_low = tl.load(lowest + place, mask=mask, other=0.0).to(tl.float32)
-    b_step = tl.load(step + place, mask=mask, other=0.0).to(tl.float32)
-    return (b_q * b_step[None, :]).to(FAST), tl.sum(b_q * b_low[None, :], 1)
+def _times_step(b_q, step, place, mask, PART: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr):
+    """Scaled query `[PART, QN]` times the step; with ASM times 2**(8 - 2 * PART), within float16.
+
+    So every product with an unpacked code is 2**-16 of what it stands for.
+    """
+    b_s = b_q * tl.load(step + place, mask=mask, other=0.0).to(tl.float32)[:, None]
+    if ASM:
+        b_s = tl.minimum(tl.maximum(b_s * 2.0 ** (8 - 2 * PART), -65504.0), 65504.0)
+    return b_s.to(FAST)
 
 
 @triton.jit
@@ -135,55 +136,60 @@ def _groups_partial(
     query, codes, lowest, step, chosen, logits, partial, slot, bh, done, scaling,
     N, M, Q,
     G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
-    QP: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr,
+    QN: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Two-bit logits of GROUPS chosen groups, summed over each block."""
+    """Two-bit logits of GROUPS chosen groups, summed over each block.
+
+    Tokens are the rows of the products and queries the columns: of these as few as 8 are padded.
+    """
     PER: tl.constexpr = G_TOKENS // BLOCK
     PART: tl.constexpr = D // 4
-    i_q, i_c, i_t = tl.arange(0, QP), tl.arange(0, DQ), tl.arange(0, G_TOKENS)
+    i_q, i_c, i_t = tl.arange(0, QN), tl.arange(0, DQ), tl.arange(0, G_TOKENS)
     m_q, m_c = i_q < Q, i_c < PART
-    base = query + (bh * Q + i_q)[:, None] * D + i_c[None, :]
-    m_qc = m_q[:, None] & m_c[None, :]
-    b_q0 = tl.load(base, mask=m_qc, other=0.0)
-    b_q1 = tl.load(base + PART, mask=m_qc, other=0.0)
-    b_q2 = tl.load(base + 2 * PART, mask=m_qc, other=0.0)
-    b_q3 = tl.load(base + 3 * PART, mask=m_qc, other=0.0)
-    b_m = tl.full((QP,), float("-inf"), tl.float32)
-    b_s = tl.zeros((QP,), tl.float32)
+    base = query + (bh * Q + i_q)[None, :] * D + i_c[:, None]
+    m_qc = m_q[None, :] & m_c[:, None]
+    b_q0 = tl.load(base, mask=m_qc, other=0.0).to(tl.float32) * scaling
+    b_q1 = tl.load(base + PART, mask=m_qc, other=0.0).to(tl.float32) * scaling
+    b_q2 = tl.load(base + 2 * PART, mask=m_qc, other=0.0).to(tl.float32) * scaling
+    b_q3 = tl.load(base + 3 * PART, mask=m_qc, other=0.0).to(tl.float32) * scaling
+    b_m = tl.full((QN,), float("-inf"), tl.float32)
+    b_s = tl.zeros((QN,), tl.float32)
     for g in range(GROUPS):
         i_m = tl.program_id(1) * GROUPS + g
         group = tl.load(chosen + bh * M + i_m, mask=i_m < M, other=N).to(tl.int64)
         live = group * G_TOKENS < done
         row = (bh * (N + 1) + group) * D
         b_code = tl.load(
-            codes + (row // D * G_TOKENS + i_t)[None, :] * PART + i_c[:, None],
-            mask=m_c[:, None] & (i_m < M) & live, other=0,
+            codes + (row // D * G_TOKENS + i_t)[:, None] * PART + i_c[None, :],
+            mask=m_c[None, :] & (i_m < M) & live, other=0,
         )  # fmt: skip
-        m_l = m_c & live
-        s0, z0 = _step_and_low(b_q0, lowest, step, row + i_c, m_l, scaling, FAST)
-        s1, z1 = _step_and_low(b_q1, lowest, step, row + PART + i_c, m_l, scaling, FAST)
-        s2, z2 = _step_and_low(b_q2, lowest, step, row + 2 * PART + i_c, m_l, scaling, FAST)
-        s3, z3 = _step_and_low(b_q3, lowest, step, row + 3 * PART + i_c, m_l, scaling, FAST)
-        b_l = tl.dot(s0, _unpack(b_code, 0, ASM_0, FAST, ASM), input_precision=PRECISION)
-        b_l = tl.dot(s1, _unpack(b_code, 1, ASM_1, FAST, ASM), b_l, input_precision=PRECISION)
-        b_l = tl.dot(s2, _unpack(b_code, 2, ASM_2, FAST, ASM), b_l, input_precision=PRECISION)
-        b_l = tl.dot(s3, _unpack(b_code, 3, ASM_3, FAST, ASM), b_l, input_precision=PRECISION)
-        b_z = z0 + z1 + z2 + z3
+        place, m_l = row + i_c, m_c & live
+        s0 = _times_step(b_q0, step, place, m_l, 0, FAST, ASM)
+        s1 = _times_step(b_q1, step, place + PART, m_l, 1, FAST, ASM)
+        s2 = _times_step(b_q2, step, place + 2 * PART, m_l, 2, FAST, ASM)
+        s3 = _times_step(b_q3, step, place + 3 * PART, m_l, 3, FAST, ASM)
+        b_z = b_q0 * tl.load(lowest + place, mask=m_l, other=0.0)[:, None]
+        b_z += b_q1 * tl.load(lowest + place + PART, mask=m_l, other=0.0)[:, None]
+        b_z += b_q2 * tl.load(lowest + place + 2 * PART, mask=m_l, other=0.0)[:, None]
+        b_z += b_q3 * tl.load(lowest + place + 3 * PART, mask=m_l, other=0.0)[:, None]
+        b_l = tl.dot(_unpack(b_code, 0, ASM_0, FAST, ASM), s0, input_precision=PRECISION)
+        b_l = tl.dot(_unpack(b_code, 1, ASM_1, FAST, ASM), s1, b_l, input_precision=PRECISION)
+        b_l = tl.dot(_unpack(b_code, 2, ASM_2, FAST, ASM), s2, b_l, input_precision=PRECISION)
+        b_l = tl.dot(_unpack(b_code, 3, ASM_3, FAST, ASM), s3, b_l, input_precision=PRECISION)
         if ASM:
-            total = s0.to(tl.float32) + s1.to(tl.float32) + s2.to(tl.float32) + s3.to(tl.float32)
-            b_z -= 1024.0 * tl.sum(total, 1)
-        b_l = b_l + b_z[:, None]
-        b_b = tl.reshape(b_l, (QP, PER, BLOCK))
-        m_b = tl.max(b_b, 2)
-        b_b = m_b + tl.log(tl.sum(tl.exp(b_b - m_b[:, :, None]), 2))
+            b_l *= 65536.0
+        b_l += tl.sum(b_z, 0)[None, :]
+        b_b = tl.reshape(b_l, (PER, BLOCK, QN))
+        m_b = tl.max(b_b, 1)
+        b_b = m_b + tl.log(tl.sum(tl.exp(b_b - m_b[:, None, :]), 1))
         i_b = i_m * PER + tl.arange(0, PER)
-        tl.store(logits + (bh * Q + i_q)[:, None] * (M * PER) + i_b[None, :], b_b,
-                 mask=m_q[:, None] & (i_m < M))  # fmt: skip
+        tl.store(logits + (bh * Q + i_q)[None, :] * (M * PER) + i_b[:, None], b_b,
+                 mask=m_q[None, :] & (i_m < M))  # fmt: skip
         b_b = tl.where(live & (i_m < M), b_b, float("-inf"))
-        m_new = tl.maximum(b_m, tl.max(b_b, 1))
+        m_new = tl.maximum(b_m, tl.max(b_b, 0))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        b_s = b_s * tl.exp(b_m - safe) + tl.sum(tl.exp(b_b - safe[:, None]), 1)
+        b_s = b_s * tl.exp(b_m - safe) + tl.sum(tl.exp(b_b - safe[None, :]), 0)
         b_m = m_new
     p = partial + (slot * Q + i_q) * 2
     tl.store(p, b_m, mask=m_q)
@@ -196,7 +202,7 @@ def keys2bit_kernel(
     ring_k, lengths, rows_end,
     H, N, M, Q, T,
     R: tl.constexpr, G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
-    DP: tl.constexpr, QP: tl.constexpr, GROUPS: tl.constexpr,
+    DP: tl.constexpr, QP: tl.constexpr, QN: tl.constexpr, GROUPS: tl.constexpr,
     FAST: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of two-bit logits over each block of the chosen groups, and of the tail.
@@ -216,5 +222,5 @@ def keys2bit_kernel(
     else:
         _groups_partial(
             query, codes, lowest, step, chosen, logits, partial, slot, bh, done, scaling,
-            N, M, Q, G_TOKENS, BLOCK, D, DQ, QP, GROUPS, FAST, ASM, PRECISION,
+            N, M, Q, G_TOKENS, BLOCK, D, DQ, QN, GROUPS, FAST, ASM, PRECISION,
         )  # fmt: skip

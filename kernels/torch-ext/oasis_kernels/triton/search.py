@@ -12,43 +12,55 @@ def ordered_key(x):
     return flipped.to(tl.uint32, bitcast=True)
 
 
+LARGEST_KEY = tl.constexpr(2**12 - 1)
+LEAST_SHARE = tl.constexpr(0x30000000)  # 2**-31, as the bits of a float32.
+KEY_OFFSET = tl.constexpr(0x3000 - 2)
+
+
 @triton.jit
 def share_key(x):
-    """Map float32 >= 0, already truncated to its upper 16 bits, to 1 .. 2**16 - 1."""
-    return ((x.to(tl.int32, bitcast=True) >> 16) + 1).to(tl.uint32)
+    """Map truncated shares to 12 bits: 1 for zero, the largest number for infinity."""
+    upper = (x.to(tl.int32, bitcast=True) >> 16) - KEY_OFFSET
+    key = tl.where(x > 0.0, tl.minimum(upper, LARGEST_KEY), 1)
+    return key.to(tl.uint32)
 
 
 @triton.jit
 def truncate_share(x):
     """As `reference.truncate_share`."""
-    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    upper = x.to(tl.int32, bitcast=True) & -65536
+    return tl.where(upper >= LEAST_SHARE, upper, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def kth_largest(key, count, BITS: tl.constexpr, DIGIT_BITS: tl.constexpr):
+def kth_largest(key, count, BITS: tl.constexpr):
     """The largest t with at least `count` keys >= t; 0 if there are fewer keys above zero.
 
+    Two bits are decided per pass; the three counts of a pass share one sum.
+
     Args:
-        key: `[N]` uint32 below 2**BITS.
+        key: `[N]` uint32 below 2**BITS, N < 2**20.
         count: scalar, at least 1.
-        BITS: bits that are searched, a multiple of DIGIT_BITS.
-        DIGIT_BITS: bits decided per pass; more bits cost registers, fewer cost passes.
+        BITS: bits that are searched, even.
     """
     threshold = tl.full((1,), 0, tl.uint32)
-    digit = tl.arange(0, 2**DIGIT_BITS).to(tl.uint32)
-    for step in tl.static_range(BITS // DIGIT_BITS):
-        shift = BITS - DIGIT_BITS * (step + 1)
-        candidate = threshold + (digit << shift)
-        above = tl.sum((key[:, None] >= candidate[None, :]).to(tl.int32), 0)
-        best = tl.maximum(tl.sum((above >= count).to(tl.int32)) - 1, 0)
-        threshold = threshold + (best.to(tl.uint32) << shift)
+    for step in tl.static_range(BITS // 2):
+        unit = tl.full((1,), 1 << (BITS - 2 * (step + 1)), tl.uint32)
+        packed = (key >= threshold + unit).to(tl.int64)
+        packed += (key >= threshold + 2 * unit).to(tl.int64) << 20
+        packed += (key >= threshold + 3 * unit).to(tl.int64) << 40
+        above = tl.sum(packed, 0)
+        best = (above & 0xFFFFF >= count).to(tl.uint32)
+        best += ((above >> 20) & 0xFFFFF >= count).to(tl.uint32)
+        best += (above >> 40 >= count).to(tl.uint32)
+        threshold += best * unit
     return threshold
 
 
 @triton.jit
-def top_mask(key, count, BITS: tl.constexpr, DIGIT_BITS: tl.constexpr):
+def top_mask(key, count, BITS: tl.constexpr):
     """Mask of the `count` largest keys above zero; of equal ones the later are taken."""
-    found = kth_largest(key, count, BITS, DIGIT_BITS)
+    found = kth_largest(key, count, BITS)
     threshold = tl.maximum(found, tl.full((1,), 1, tl.uint32))
     above = key > threshold
     equal = key == threshold

@@ -26,6 +26,7 @@ class Settings:
         bounds_groups: groups per program of the bounds scan.
         bounds_warps: its warps.
         candidate_warps: warps of the one program per head that picks candidate groups.
+        candidate_warps_wide: the same, for more than 2,048 groups.
         fine_groups: groups per program of the two-bit scan.
         fine_warps: its warps.
         plan_warps: warps of the one program per head that chooses and plans.
@@ -40,6 +41,7 @@ class Settings:
     bounds_groups: int = 64
     bounds_warps: int = 4
     candidate_warps: int = 8
+    candidate_warps_wide: int = 16
     fine_groups: int = 4
     fine_warps: int = 2
     plan_warps: int = 8
