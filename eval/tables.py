@@ -136,7 +136,7 @@ def bench(results: dict[str, Any]) -> str:
     """Milliseconds per decode step, beside the floor and Transformers' own caches; prompts."""
     rows = [row for row in results["rows"] if "error" not in row]
     sizes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
-    rows.sort(key=lambda row: sizes.index((row["batch"], row["tokens"])))
+    rows.sort(key=lambda row: (sizes.index((row["batch"], row["tokens"])), row["arm"] != "oasis"))
     dense = {(row["batch"], row["tokens"]): row["ms_p50"] for row in rows if row["arm"] == "dense"}
     budget = next((row["options"]["budget"] for row in rows if row["arm"] == "oasis"), 0)
     with_prompts = any("prompt_peak_hbm_bytes" in row for row in rows)
