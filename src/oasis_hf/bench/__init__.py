@@ -1,5 +1,6 @@
 """Speed of decode steps on random weights, beside ceilings and Transformers' own caches."""
 
-from .run import Case, run
+from .plan import Case, Choices, plan
+from .run import run
 
-__all__ = ["Case", "run"]
+__all__ = ["Case", "Choices", "plan", "run"]

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -14,108 +14,37 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
-from ..compat import cache_kwarg
+from .arms import Step, fill, step_of
 from .ceilings import measure
-from .workload import filled_cache, heated_keys, random_model
+from .gate import CHECKS, COMPILED, FUSED, GateFailedError, largest_difference
+from .memory import PIECE, predicted_bytes, prompt_peak, release
+from .plan import Case
+from .profiling import kernel_times
+from .prompts import first_tokens
+from .workload import filled_cache, random_model
+
+WARM_UP = 5
+"""Steps before the timed ones: the first fill, an eager step, compilation, capture."""
+
+Report = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line of the table.
-
-    Attributes:
-        batch: sequences.
-        tokens: context of each.
-        arm: "oasis", "dense" (DynamicCache) or "offloaded" (Transformers' offloaded cache).
-        options: choices of the `OasisCache`.
-        steps: decode steps timed.
-    """
-
-    batch: int
-    tokens: int
-    arm: str = "oasis"
-    options: dict[str, Any] = field(default_factory=dict)
-    steps: int = 40
-
-
-class GateFailedError(RuntimeError):
-    """The engines disagree: no speed is reported."""
-
-
-def gate() -> dict[str, float]:
-    """Compare eager, graph and torch steps of a tiny model in float32.
-
-    Raises:
-        GateFailedError: outputs differ by more than rounding.
-    """
-    torch.manual_seed(0)
-    model = random_model("tiny", torch.float32)
-    ids = torch.randint(1, 500, (2, 1500), device="cuda")
-    worst = {}
-    for name, options in {
-        "keys2bit": {"on_miss": "fetch"},
-        "keys2bit-skip": {"on_miss": "skip"},
-        "minmax": {"index": "minmax", "on_miss": "fetch"},
-    }.items():
-        logits = []
-        for extra in (
-            {"backend": "reference"},
-            {"backend": "triton", "graphs": False},
-            {"backend": "triton", "graphs": True},
-        ):
-            cache = OasisCache(model, budget=256, **options, **extra)
-            out = model.generate(
-                ids,
-                past_key_values=cache,
-                max_new_tokens=12,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-            logits.append(torch.stack(out.logits[:4]))
-        worst[name] = max(float((logits[0] - other).abs().max()) for other in logits[1:])
-        spread = float(logits[0].std())
-        if worst[name] > 0.02 * spread:
-            raise GateFailedError(
-                f"{name}: logits differ by {worst[name]:.3g} (spread {spread:.3g}); no speed is "
-                "reported before the tests pass: pytest tests/test_triton_engine.py"
-            )
-    return worst
-
-
-@torch.no_grad()
-def _decode_times(
-    model: LlamaForCausalLM, cache: Any, batch: int, tokens: int, steps: int
-) -> list[float]:
-    """Milliseconds of each decode step, after warm-up and capture."""
-    ids = torch.randint(1, 500, (batch, 1), device="cuda")
-    name, times = cache_kwarg(model), []
-    for step in range(steps + 5):
-        positions = torch.full((batch, 1), tokens + step, device="cuda")
+def _decode(step: Step, case: Case, first: int, steps: int) -> list[float]:
+    """Milliseconds of each of `steps` decode steps from position `first` on."""
+    times = []
+    for number in range(steps):
+        ids = torch.randint(1, 500, (case.batch, 1), device="cuda")
+        positions = torch.full((case.batch, 1), first + number, device="cuda")
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        model(input_ids=ids, position_ids=positions, use_cache=True, **{name: cache})
+        step(ids, positions)
         end.record()
         times.append((start, end))
-        ids = torch.randint(1, 500, (batch, 1), device="cuda")
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in times[5:]]
-
-
-def _dense_cache(model: LlamaForCausalLM, case: Case) -> Any:
-    config = model.config
-    if case.arm == "offloaded":
-        cache = DynamicCache(config=config, offloading=True)
-    else:
-        cache = DynamicCache(config=config)
-    shape = (case.batch, config.num_key_value_heads, case.tokens, config.head_dim)
-    keys = heated_keys(*shape)
-    for layer in range(config.num_hidden_layers):
-        cache.update(keys.clone(), keys.clone(), layer)
-    return cache
+    return [start.elapsed_time(end) for start, end in times]
 
 
 def _percentile(values: Iterable[float], share: float) -> float:
@@ -138,16 +67,18 @@ def _bytes_per_step(cache: OasisCache, case: Case) -> float:
     return len(layers) * (per_layer + scanned)
 
 
+@torch.no_grad()
 def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Time one case."""
-    torch.cuda.empty_cache()
     row: dict[str, Any] = asdict(case)
-    if case.arm == "oasis":
-        cache = filled_cache(model, case.batch, case.tokens, **case.options)
-    else:
-        cache = _dense_cache(model, case)
+    cache = fill(model, case)
     torch.cuda.reset_peak_memory_stats()
-    times = _decode_times(model, cache, case.batch, case.tokens, case.steps)
+    warm_up = 1 if case.arm == "offloaded" else WARM_UP
+    started = time.perf_counter()
+    step = step_of(model, case, cache)
+    _decode(step, case, case.tokens, warm_up)
+    row["warm_up_seconds"] = time.perf_counter() - started
+    times = _decode(step, case, case.tokens + warm_up, case.steps)
     row |= {f"ms_p{int(share * 100)}": _percentile(times, share) for share in (0.2, 0.5, 0.8)}
     row["tokens_per_second"] = case.batch / row["ms_p50"] * 1e3
     row["peak_hbm_bytes"] = torch.cuda.max_memory_allocated()
@@ -158,9 +89,12 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
         moved = (stats.bytes_fetched - stats.bytes_filled) / max(stats.steps, 1)
         row["stats"] = stats.as_dict()
         row["graphs"] = None if cache.graphs is None else cache.graphs.summary()
+        row["predicted_hbm_bytes"] = predicted_bytes(cache, model)
+        row["peak_ratio"] = row["peak_hbm_bytes"] / row["predicted_hbm_bytes"]
         held = _bytes_per_step(cache, case)
     else:
         held = sum(2 * layer.keys.nbytes for layer in cache.layers if layer.keys is not None)
+        moved = held if case.arm == "offloaded" else 0.0
     copy, link = ceilings["device_copy"], ceilings["link_copy"]
     row["hbm_bytes_per_step"], row["link_bytes_per_step"] = weights + held, moved
     row["floor_ms"] = 1e3 * max((weights + held) / copy, moved / link)
@@ -168,22 +102,28 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     return row
 
 
-def time_to_first_token(
-    model: LlamaForCausalLM, tokens: int, make: Callable[[], Any]
-) -> dict[str, Any]:
-    """A real prompt through `generate`: seconds to the first token, and the peak of HBM."""
-    ids = torch.randint(1, 500, (1, tokens), device="cuda")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    cache = make()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    options = {} if isinstance(cache, OasisCache) else {"prefill_chunk_size": 16384}
-    model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False, **options)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated()
-    return {"tokens": tokens, "seconds": seconds, "peak_hbm_bytes": peak}
+@torch.no_grad()
+def examine(model: LlamaForCausalLM, case: Case, profile: bool) -> dict[str, Any]:
+    """What is not timed: the memory that the last piece of a prompt takes, and the profile.
+
+    A pass of its own, after the timing: a profiler may slow down what runs after it.
+    """
+    cache = filled_cache(model, case.batch, case.tokens - PIECE, **case.options)
+    found: dict[str, Any] = {"piece": PIECE}
+    try:
+        peak = prompt_peak(model, cache, model.config.vocab_size)
+        found["prompt_peak_hbm_bytes"] = peak
+        found["prompt_peak_ratio"] = peak / predicted_bytes(cache, model)
+    except Exception as error:
+        found["prompt_error"] = _said(error)
+    if profile:
+        step = step_of(model, case, cache)
+        first = cache.get_seq_length()
+        _decode(step, case, first, WARM_UP)
+        ids = torch.randint(1, 500, (case.batch, 1), device="cuda")
+        positions = torch.full_like(ids, first + WARM_UP)
+        found["profile"] = kernel_times(lambda: step(ids, positions))
+    return found
 
 
 def environment() -> dict[str, Any]:
@@ -196,46 +136,76 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "host_memory": psutil.virtual_memory().total,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": " ".join(["oasis-hf", *sys.argv[1:]]),
     }
 
 
 def run(
-    shape: str,
-    cases: list[Case],
-    prompts: list[int],
-    report: Callable[[dict[str, Any], dict[str, Any]], None],
+    shape: str, cases: list[Case], prompts: list[int], report: Report, profile: bool = False
 ) -> dict[str, Any]:
-    """Gate, ceilings, every case.
+    """Gate, ceilings, every case, what the base cases take besides, prompts.
+
+    What fails on the way becomes a row with an error.
 
     Args:
         shape: a name in `workload.SHAPES`.
-        cases: decode cases.
+        cases: decode cases, in order.
         prompts: lengths of prompts whose time to first token is taken, with Oasis and DynamicCache.
         report: called with each row as it is ready, and the record so far.
+        profile: whether the kernels of the base cases are profiled.
 
     Returns:
         A JSON-ready record of the run.
+
+    Raises:
+        GateFailedError: the engines disagree; if compiled steps alone do, their cases fail.
     """
-    record: dict[str, Any] = {"shape": shape, "environment": environment(), "gate": gate()}
+    record: dict[str, Any] = {"shape": shape, "environment": environment()}
+    torch.manual_seed(0)
+    tiny = random_model("tiny", torch.float32)
+    record["gate"] = {n: largest_difference(tiny, checked, FUSED) for n, checked in CHECKS.items()}
+    refused = ""
+    if any(case.compiled for case in cases):
+        try:
+            record["gate"]["compiled"] = largest_difference(tiny, {}, COMPILED)
+        except Exception as error:
+            refused = record["gate_error"] = _said(error)
     record["ceilings"] = measure()
     record["rows"], record["prompts"] = [], []
     report({"ceilings": record["ceilings"]}, record)
     model = random_model(shape)
+    batch = 0
     for case in cases:
+        release()
+        if case.batch != batch:
+            # Compiled layers have a variant per batch size, and torch a limit of variants.
+            torch.compiler.reset()
+            batch = case.batch
         try:
+            if case.compiled and refused:
+                raise GateFailedError(refused)
             row = run_case(model, case, record["ceilings"])
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            row = asdict(case) | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        except Exception as error:
+            row = asdict(case) | {"error": _said(error)}
         record["rows"].append(row)
         report(row, record)
+    for case, row in zip(cases, record["rows"], strict=True):
+        if not case.base or "error" in row:
+            continue
+        release()
+        try:
+            found = examine(model, case, profile)
+        except Exception as error:
+            found = {"piece": PIECE, "prompt_error": _said(error)}
+        row |= found
+        report({"batch": case.batch, "tokens": case.tokens} | found, record)
     for tokens in prompts:
-        makers: dict[str, Callable[[], Any]] = {
-            "oasis": lambda: OasisCache(model, prefill_chunk_size=16384),
-            "dense": lambda: DynamicCache(config=model.config),
-        }
-        for arm, make in makers.items():
-            row = {"prompt": arm} | time_to_first_token(model, tokens, make)
+        for row in first_tokens(model, tokens):
             record["prompts"].append(row)
             report(row, record)
+            release()
     return record
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"

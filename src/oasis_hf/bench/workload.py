@@ -78,16 +78,26 @@ def slow_channels(dim: int) -> Tensor:
     return torch.cat([last, last + half])
 
 
-def heated_keys(batch: int, heads: int, tokens: int, dim: int, block: int = 16) -> Tensor:
-    """Random keys in which blocks differ in how much every query wants them.
+def heated_keys(
+    batch: int, heads: int, tokens: int, dim: int, *, like: Tensor, block: int = 16
+) -> Tensor:
+    """Random keys `[batch, heads, tokens, dim]`, of which all queries want some blocks more.
 
     Queries of a random model are unrelated from token to token, and would want other blocks at each
     step. Real ones are not: most of a choice stays. A heat per block, along channels that a bias of
     all queries shares, emulates that; the turnover that results is measured and reported.
+
+    Args:
+        batch: sequences.
+        heads: KV heads.
+        tokens: of each sequence.
+        dim: of the keys.
+        like: a tensor of the device and dtype wanted.
+        block: tokens that share a heat.
     """
-    keys = torch.randn(batch, heads, tokens, dim, device="cuda", dtype=torch.bfloat16)
-    heat = torch.randn(batch, heads, tokens // block + 1, 1, device="cuda") * HEAT
-    slow = slow_channels(dim).to("cuda")
+    keys = torch.randn(batch, heads, tokens, dim, device=like.device, dtype=like.dtype)
+    heat = torch.randn(batch, heads, tokens // block + 1, 1, device=like.device) * HEAT
+    slow = slow_channels(dim).to(like.device)
     scale = dim**0.5 / BIAS / len(slow) ** 0.5
     per_token = heat.repeat_interleave(block, 2)[:, :, :tokens]
     keys[..., slow] += (per_token * scale).to(keys.dtype)
@@ -106,9 +116,11 @@ def filled_cache(model: LlamaForCausalLM, batch: int, tokens: int, **options: An
     shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
     first = cache.offloaded[0]
     first.store_layers = 1
-    keys = heated_keys(*shape)
-    lengths = torch.full((batch,), tokens, device="cuda")
+    keys = heated_keys(*shape, like=model.lm_head.weight)
+    lengths = torch.full((batch,), tokens, device=keys.device)
     first.adopt(keys, torch.randn_like(keys), lengths, tokens)
+    # The other layers read the same host memory: it must be written by then.
+    first.engine.join()
     example = keys[:, :, :1].clone()
     del keys
     for layer in cache.offloaded[1:]:
@@ -126,6 +138,6 @@ def filled_cache(model: LlamaForCausalLM, batch: int, tokens: int, **options: An
         ):
             ours.copy_(theirs)
         layer.columns = tokens
-    cache.ledger.append(None, batch, tokens, torch.device("cuda"))
+    cache.ledger.append(None, batch, tokens, first.device)
     torch.cuda.empty_cache()
     return cache

@@ -9,24 +9,47 @@ from typing import Any
 import typer
 from rich.console import Console
 
-CASES = ((1, 131072), (8, 32768), (8, 131072), (32, 32768))
-ROOM = 512
-"""Tokens left free at the end of a context, so that a case never grows its capacity."""
-
 
 def bench(
     shape: str = typer.Option("llama-3.1-8b", help="A decoder shape; weights are random."),
-    arms: str = typer.Option("oasis,dense", help="Of oasis, dense, offloaded."),
-    budgets: str = typer.Option("2048", help="Budgets, by commas."),
-    indexes: str = typer.Option("keys2bit,minmax", help="Indexes, by commas."),
-    policies: str = typer.Option("skip,fetch", help="Miss policies, by commas."),
+    arms: str = typer.Option(
+        "oasis,dense,static,offloaded",
+        help="Oasis, and Transformers' caches: DynamicCache, StaticCache in a CUDA graph, and "
+        "offloaded.",
+    ),
+    budgets: str = typer.Option("2048,512", help="Budgets; the first is that of the base case."),
+    indexes: str = typer.Option("keys2bit,minmax", help="Indexes, the base case's first."),
+    policies: str = typer.Option("skip,fetch", help="Miss policies, the base case's first."),
+    compiles: str = typer.Option(
+        "off,on", "--compile", help="Compile the model's own work: off, on, or both."
+    ),
     prompts: str = typer.Option("", help="Prompt lengths whose time to first token is taken."),
-    steps: int = typer.Option(40, help="Decode steps timed per case."),
-    quick: bool = typer.Option(False, help="One small case."),
+    profile: bool = typer.Option(False, help="Profile the kernels of each base case."),
+    steps: int = typer.Option(40, help="Decode steps timed per case.", min=1),
+    quick: bool = typer.Option(False, help="One small size."),
     out: Path | None = typer.Option(None, help="Where the JSON goes."),
 ) -> None:
-    """Measure ceilings, then decode steps; no speed is reported unless the engines agree."""
+    """Measure ceilings, then decode steps; no speed is reported unless the engines agree.
+
+    The first value of each option makes the base case of a size; every other value is measured as
+    one change to it. Further budgets are measured at the first size only.
+    """
     import torch
+
+    from ..bench import Choices, plan, run
+    from ..bench.plan import QUICK, SIZES
+
+    try:
+        choices = Choices(
+            budgets=tuple(int(budget) for budget in _words(budgets)),
+            indexes=tuple(_words(indexes)),
+            policies=tuple(_policy(policy) for policy in _words(policies)),
+            compile=tuple(_switch(word) for word in _words(compiles)),
+        )
+        cases = plan(QUICK if quick else SIZES, _words(arms), choices, steps)
+        lengths = [int(length) for length in _words(prompts)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
     console = Console()
     if not torch.cuda.is_available():
@@ -35,66 +58,50 @@ def bench(
             "Correctness needs none: pytest tests/test_triton_engine.py"
         )
         raise typer.Exit(2)
-    from ..bench import Case, run
-
-    sizes = ((1, 8192),) if quick else CASES
-    cases = []
-    for batch, tokens in sizes:
-        for arm in arms.split(","):
-            if arm != "oasis":
-                if batch * tokens <= 262144:
-                    few = 5 if arm == "offloaded" else 20
-                    cases.append(Case(batch, tokens - ROOM, arm, steps=few))
-                continue
-            for budget in budgets.split(","):
-                for index in indexes.split(","):
-                    for policy in policies.split(","):
-                        options = {
-                            "budget": int(budget),
-                            "index": index,
-                            "on_miss": _policy(policy),
-                        }
-                        cases.append(Case(batch, tokens - ROOM, arm, options, steps))
-    lengths = [int(length) for length in prompts.split(",") if length]
 
     def report(row: dict[str, Any], record: dict[str, Any]) -> None:
         """Print a row, and keep what there is should the run break off."""
-        console.print(line(row), highlight=False)
+        console.print(line(row), highlight=False, markup=False, soft_wrap=True)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(record, indent=1) + "\n")
 
-    run(shape, cases, lengths, report)
+    run(shape, cases, lengths, report, profile)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _policy(text: str) -> str | float:
     return text if text in ("skip", "fetch") else float(text)
 
 
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(f"compile: got {text!r}, expected off, on or off,on")
+    return text == "on"
+
+
 def line(row: dict[str, Any]) -> str:
-    """One row of the record, for people."""
+    """One row of the record, for people; several lines if it has a profile."""
     if "ceilings" in row:
-        c = row["ceilings"]
-        gather = c["gather"]
-        return (
-            f"ceilings: copy {c['device_copy'] / 1e12:.2f} TB/s, link {c['link_copy'] / 1e9:.1f} "
-            f"GB/s, gather {gather['bytes_per_second'] / 1e9:.1f} GB/s "
-            f"({gather['bytes_per_second'] / c['link_copy']:.0%}), beside compute "
-            f"{gather['beside']:.2f} x the longer"
-        )
+        return _ceilings(row["ceilings"])
     if "prompt" in row:
-        return (
-            f"prompt {row['tokens']:>7,} {row['prompt']:<6} {row['seconds']:6.2f} s to the first "
-            f"token, peak {row['peak_hbm_bytes'] / 1e9:.1f} GB"
-        )
-    name = " ".join(str(value) for value in row["options"].values())
-    head = f"B{row['batch']:<3} {row['tokens']:>7,} {row['arm']:<9} {name:<22}"
+        return _prompt(row)
+    if "arm" not in row:
+        return _examined(row)
+    options = row["options"]
+    words = [str(value) for name, value in options.items() if name != "compile"]
+    if options.get("compile"):
+        words.append("compiled")
+    head = f"{_size(row)} {row['arm']:<9} {' '.join(words):<28}"
     if "error" in row:
         return f"{head} {row['error']}"
     text = (
         f"{head} {row['ms_p20']:7.2f} {row['ms_p50']:7.2f} {row['ms_p80']:7.2f} ms/step (p20 p50 "
         f"p80) {row['tokens_per_second']:8.0f} tok/s, floor {row['floor_ms']:6.2f} ms "
-        f"(x{row['ratio_to_floor']:.2f}), {row['peak_hbm_bytes'] / 1e9:5.1f} GB"
+        f"(x{row['ratio_to_floor']:.2f}), {_gigabytes(row['peak_hbm_bytes'])}"
     )
     if "stats" in row:
         stats = row["stats"]
@@ -102,4 +109,49 @@ def line(row: dict[str, Any]) -> str:
             f", turnover {stats['turnover']:.1%}, hits {stats['hit_rate']:.1%}, "
             f"{row['link_bytes_per_step'] / 1e6:.0f} MB/step over the link"
         )
-    return text
+    return f"{text}, warm-up {row['warm_up_seconds']:.1f} s"
+
+
+def _size(row: dict[str, Any]) -> str:
+    return f"B{row['batch']:<3} {row['tokens']:>7,}"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:5.1f} GB"
+
+
+def _ceilings(ceilings: dict[str, Any]) -> str:
+    gather = ceilings["gather"]
+    return (
+        f"ceilings: copy {ceilings['device_copy'] / 1e12:.2f} TB/s, link "
+        f"{ceilings['link_copy'] / 1e9:.1f} GB/s, gather "
+        f"{gather['bytes_per_second'] / 1e9:.1f} GB/s "
+        f"({gather['bytes_per_second'] / ceilings['link_copy']:.0%}), beside compute "
+        f"{gather['beside']:.2f} x the longer"
+    )
+
+
+def _prompt(row: dict[str, Any]) -> str:
+    size = row["prefill_chunk_size"]
+    pieces = "at once" if size is None else f"in pieces of {size:,}"
+    head = f"prompt {row['tokens']:>7,} {row['prompt']:<6} {row['run']:<6} {pieces},"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    peak = _gigabytes(row["peak_hbm_bytes"])
+    return f"{head} {row['seconds']:6.2f} s to the first token, peak {peak}"
+
+
+def _examined(row: dict[str, Any]) -> str:
+    """The memory of the last piece of a prompt, and the profile as a table."""
+    text = f"{_size(row)} last {row['piece']:,} tokens of a prompt: "
+    if "prompt_error" in row:
+        text += row["prompt_error"]
+    else:
+        peak = _gigabytes(row["prompt_peak_hbm_bytes"]).strip()
+        text += f"peak {peak}, {row['prompt_peak_ratio']:.2f} x weights and working set"
+    kernels = [
+        f"  {kernel['us']:9.1f} us {kernel['calls']:7.1f} calls {kernel['share']:6.1%}  "
+        f"{kernel['name'][:80]}"
+        for kernel in row.get("profile", ())
+    ]
+    return "\n".join([text, *kernels])

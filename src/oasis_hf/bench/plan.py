@@ -1,0 +1,125 @@
+"""Which cases a benchmark runs, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZES = ((1, 131072), (8, 32768), (8, 131072), (32, 32768))
+"""Sequences, and tokens of context of each."""
+
+QUICK = ((1, 8192),)
+ROOM = 512
+"""Tokens left free at the end of a context, so that a case never grows its capacity."""
+
+ARMS = ("oasis", "dense", "static", "offloaded")
+FITS = 262144
+"""Most tokens whose full KV is held on the device beside the weights, 8B shape on one H200."""
+
+FEW = {"dense": 20, "static": 20, "offloaded": 2}
+"""Decode steps timed at most; an offloaded one moves the whole context both ways."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        batch: sequences.
+        tokens: context of each.
+        arm: "oasis", "dense" (DynamicCache), "static" (StaticCache, the step a CUDA graph) or
+            "offloaded" (DynamicCache that Transformers offloads).
+        options: choices of the `OasisCache`.
+        steps: decode steps timed.
+        base: whether it is the case that the others of its size differ from by one choice; the
+            memory of a prompt, and the profile, are taken for these alone.
+    """
+
+    batch: int
+    tokens: int
+    arm: str = "oasis"
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 40
+    base: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model's own work is compiled into the graph."""
+        return bool(self.options.get("compile"))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values of each option to try; the first is that of the base case.
+
+    Attributes:
+        budgets: tokens attended to per KV head; those after the first at the first size only.
+        indexes: names of indexes.
+        policies: "skip", "fetch" or a share of the attention.
+        compile: whether to compile the model's own work.
+
+    Raises:
+        ValueError: an option has no value.
+    """
+
+    budgets: tuple[int, ...] = (2048, 512)
+    indexes: tuple[str, ...] = ("keys2bit", "minmax")
+    policies: tuple[str | float, ...] = ("skip", "fetch")
+    compile: tuple[bool, ...] = (False, True)
+
+    def __post_init__(self) -> None:
+        for name, values in vars(self).items():
+            if not values:
+                raise ValueError(f"{name}: got no value, expected at least one")
+
+    def options(self, all_budgets: bool) -> list[dict[str, Any]]:
+        """The base, then all that differ from it by one choice."""
+        base = {
+            "budget": self.budgets[0],
+            "index": self.indexes[0],
+            "on_miss": self.policies[0],
+            "compile": self.compile[0],
+        }
+        others: dict[str, tuple[Any, ...]] = {
+            "on_miss": self.policies[1:],
+            "index": self.indexes[1:],
+            "budget": self.budgets[1:] if all_budgets else (),
+            "compile": self.compile[1:],
+        }
+        changed = [base | {name: value} for name, values in others.items() for value in values]
+        return [_without_false(options) for options in (base, *changed)]
+
+
+def _without_false(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not False}
+
+
+def plan(
+    sizes: Iterable[tuple[int, int]], arms: Iterable[str], choices: Choices, steps: int
+) -> list[Case]:
+    """The cases, those of one batch size together and its compiled ones last.
+
+    Args:
+        sizes: batch and context of each size.
+        arms: of `ARMS`; those that hold the full KV on the device are left out where it cannot
+            fit, the offloaded one is run with one sequence.
+        choices: what to try of the `OasisCache`.
+        steps: decode steps timed.
+
+    Raises:
+        ValueError: an unknown arm.
+    """
+    arms, cases = list(arms), []
+    if unknown := set(arms) - set(ARMS):
+        raise ValueError(f"arms: got {', '.join(sorted(unknown))}, expected of {', '.join(ARMS)}")
+    for number, (batch, context) in enumerate(sizes):
+        tokens = context - ROOM
+        if "oasis" in arms:
+            for place, options in enumerate(choices.options(all_budgets=number == 0)):
+                cases.append(Case(batch, tokens, "oasis", options, steps, base=place == 0))
+        for arm in arms:
+            fits = batch == 1 if arm == "offloaded" else batch * context <= FITS
+            if arm != "oasis" and fits:
+                cases.append(Case(batch, tokens, arm, steps=min(steps, FEW[arm])))
+    return sorted(cases, key=lambda case: (case.batch, case.compiled))

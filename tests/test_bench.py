@@ -1,0 +1,426 @@
+"""The bench without its GPU: planning, filling, accounting, failing rows, tables and plots."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import prompt, tiny_model
+
+from oasis_hf import OasisCache
+from oasis_hf.bench import Case, Choices, arms, plan, profiling, prompts, workload
+from oasis_hf.bench.memory import predicted_bytes
+from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
+from oasis_hf.cli.bench import line
+
+EVAL = Path(__file__).parent.parent / "eval"
+sys.path.insert(0, str(EVAL))
+
+import tables  # noqa: E402
+
+runner = importlib.import_module("oasis_hf.bench.run")
+
+DEFAULT = plan(SIZES, ARMS, Choices(), 40)
+BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip"}
+
+
+def size_of(case: Case) -> tuple[int, int]:
+    return case.batch, case.tokens + ROOM
+
+
+# ---- planning ----------------------------------------------------------------------------------
+
+
+def test_the_default_plan_changes_one_choice_of_the_base_at_a_time() -> None:
+    for size in SIZES:
+        found = [case.options for case in DEFAULT if case.arm == "oasis" and size_of(case) == size]
+        expected = [BASE, BASE | {"on_miss": "fetch"}, BASE | {"index": "minmax"}]
+        if size == SIZES[0]:
+            expected.append(BASE | {"budget": 512})
+        assert found == [*expected, BASE | {"compile": True}]
+        assert [c.options for c in DEFAULT if c.base and size_of(c) == size] == [BASE]
+
+
+def test_transformers_caches_are_planned_where_the_full_kv_fits() -> None:
+    sizes = {arm: [size_of(case) for case in DEFAULT if case.arm == arm] for arm in ARMS[1:]}
+    assert sizes["dense"] == sizes["static"] == [(1, 131072), (8, 32768)]
+    assert sizes["offloaded"] == [(1, 131072)]
+    assert all(batch * context <= FITS for batch, context in sizes["dense"])
+    assert {case.steps for case in DEFAULT if case.arm == "offloaded"} == {2}
+
+
+def test_compiled_cases_are_the_last_of_their_batch_size() -> None:
+    order = [(case.batch, case.compiled) for case in DEFAULT]
+    assert order == sorted(order)
+    assert {batch for batch, compiled in order if compiled} == {1, 8, 32}
+
+
+def test_single_values_plan_a_single_case() -> None:
+    choices = Choices((512,), ("minmax",), (0.01,), (True,))
+    (case,) = plan([(2, 4096)], ["oasis"], choices, 3)
+    options = {"budget": 512, "index": "minmax", "on_miss": 0.01, "compile": True}
+    assert case == Case(2, 4096 - ROOM, "oasis", options, 3, base=True)
+
+
+def test_a_plan_without_sense_is_explained() -> None:
+    with pytest.raises(ValueError, match="arms: got paged"):
+        plan(SIZES, ["oasis", "paged"], Choices(), 1)
+    with pytest.raises(ValueError, match="budgets: got no value"):
+        Choices(budgets=())
+
+
+# ---- filled caches -----------------------------------------------------------------------------
+
+
+def test_every_layer_of_a_filled_cache_holds_the_same_context_and_decodes() -> None:
+    model = tiny_model("llama")
+    cache = workload.filled_cache(model, 2, 300, budget=64)
+    first, second = (layer.history([300, 300]) for layer in cache.offloaded)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert first[0].std() > 0.5
+    with torch.no_grad():
+        logits = model(input_ids=prompt(1, 2), past_key_values=cache).logits
+    assert torch.isfinite(logits).all()
+    assert cache.get_seq_length() == 301
+
+
+def test_static_and_dynamic_caches_are_filled_alike() -> None:
+    model = tiny_model("llama")
+    logits = []
+    for arm in ("dense", "static"):
+        torch.manual_seed(0)
+        cache = arms.fill(model, Case(2, 200, arm))
+        step = {"input_ids": prompt(1, 2), "position_ids": torch.full((2, 1), 200)}
+        with torch.no_grad():
+            logits.append(model(**step, past_key_values=cache).logits)
+        assert int(cache.get_seq_length()) == 201
+    torch.testing.assert_close(*logits)
+
+
+def test_a_dense_step_is_sdpa_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    sdpa, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        masks.append((kwargs["attn_mask"], kwargs.get("enable_gqa")))
+        return sdpa(*args, **kwargs)
+
+    case = Case(1, 64, "dense")
+    step = arms.step_of(model, case, arms.fill(model, case))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    with torch.no_grad():
+        step(prompt(1), torch.tensor([[64]]))
+    assert masks == [(None, True)] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
+def test_predicted_bytes_are_the_weights_and_what_the_cache_reports(index: str) -> None:
+    model = tiny_model("llama")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    cache = OasisCache(model, budget=64, index=index)
+    assert predicted_bytes(cache, model) == weights
+    with torch.no_grad():
+        model(input_ids=prompt(100, 2), past_key_values=cache)
+    held = cache.stats().hbm_bytes
+    assert held > 0
+    assert predicted_bytes(cache, model) == weights + held
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+
+def test_a_breakdown_ranks_kernels_per_step_and_sums_the_rest() -> None:
+    found = [(f"kernel {number}", 10, float(number)) for number in range(1, 31)]
+    rows = profiling.breakdown(found, 5)
+    assert len(rows) == profiling.TOP + 1
+    assert rows[0] == {"name": "kernel 30", "calls": 2, "us": 6, "share": 30 / 465}
+    assert rows[-1]["name"] == "10 others"
+    assert rows[-1]["calls"] == 20 and rows[-1]["us"] == pytest.approx(55 / 5)
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+    assert profiling.breakdown([], 5) == []
+
+
+def test_a_dense_prompt_that_does_not_fit_is_read_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def first_token(model: Any, tokens: int, oasis: Any, options: dict[str, Any]) -> dict[str, Any]:
+        if oasis is None and not options:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return {"seconds": 1.0, "peak_hbm_bytes": 5}
+
+    monkeypatch.setattr(prompts, "_first_token", first_token)
+    rows = list(prompts.first_tokens(tiny_model("llama"), 100))
+    assert [(row["prompt"], row["run"], row["prefill_chunk_size"]) for row in rows] == [
+        ("oasis", "first", 8192),
+        ("oasis", "again", 8192),
+        ("dense", "first", 16384),
+    ]
+    assert all("error" not in row and row["seconds"] == 1.0 for row in rows)
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, cases: list[Case], **parts: Any) -> dict[str, Any]:
+    """A run of the bench whose device parts are replaced."""
+    usual: dict[str, Any] = {
+        "environment": dict,
+        "random_model": lambda *args: None,
+        "measure": dict,
+        "largest_difference": lambda *args: 0.0,
+        "examine": lambda model, case, profile: {"piece": 1},
+        "first_tokens": lambda model, tokens: iter([{"prompt": "oasis", "tokens": tokens}]),
+    }
+    for name, part in (usual | parts).items():
+        monkeypatch.setattr(runner, name, part)
+    reported: list[dict[str, Any]] = []
+    record = runner.run("tiny", cases, [64], lambda row, record: reported.append(row))
+    assert reported[1 : len(cases) + 1] == record["rows"]
+    return record
+
+
+def test_a_case_that_fails_becomes_a_row_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_case(model: Any, case: Case, ceilings: Any) -> dict[str, Any]:
+        if case.arm == "static":
+            raise torch.OutOfMemoryError("tried to allocate")
+        return {"arm": case.arm, "ms_p50": 1.0}
+
+    cases = [Case(1, 64, "static"), Case(1, 64, base=True)]
+    record = run_with(monkeypatch, cases, run_case=run_case)
+    failed, fine = record["rows"]
+    assert failed["arm"] == "static" and failed["tokens"] == 64
+    assert failed["error"] == "OutOfMemoryError: tried to allocate"
+    assert fine["piece"] == 1 and "piece" not in failed
+    assert record["prompts"] == [{"prompt": "oasis", "tokens": 64}]
+
+
+def test_compiled_cases_have_a_gate_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def difference(model: Any, options: Any, engines: tuple[dict[str, Any], ...]) -> float:
+        if any(engine.get("compile") for engine in engines):
+            raise runner.GateFailedError("logits differ by 3")
+        return 1e-6
+
+    cases = [Case(1, 64), Case(1, 64, options={"compile": True})]
+    record = run_with(
+        monkeypatch,
+        cases,
+        largest_difference=difference,
+        run_case=lambda model, case, ceilings: {"arm": "oasis"},
+    )
+    assert "error" not in record["rows"][0]
+    assert "logits differ by 3" in record["rows"][1]["error"]
+    assert set(record["gate"]) == {"keys2bit", "keys2bit-skip", "minmax"}
+
+
+def result_row(batch: int, tokens: int, arm: str = "oasis", **changes: Any) -> dict[str, Any]:
+    """A row as `run_case` makes it, as far as lines, tables and plots read it."""
+    row = {
+        "batch": batch,
+        "tokens": tokens - ROOM,
+        "arm": arm,
+        "options": BASE | changes.pop("options", {}) if arm == "oasis" else {},
+        "ms_p20": 8.0,
+        "ms_p50": 8.5,
+        "ms_p80": 9.0,
+        "tokens_per_second": 1e3 * batch / 8.5,
+        "floor_ms": 4.25,
+        "ratio_to_floor": 2.0,
+        "peak_hbm_bytes": 18_000_000_000,
+        "warm_up_seconds": 1.5,
+    }
+    return row | changes
+
+
+def results() -> dict[str, Any]:
+    """A small record of a run, in the order of a plan."""
+    examined = {"piece": 2048, "prompt_peak_hbm_bytes": 21_000_000_000, "prompt_peak_ratio": 1.2}
+    return {
+        "shape": "llama-3.1-8b",
+        "environment": dict.fromkeys(("gpu", "torch", "triton", "transformers", "command"), "x")
+        | {"date": "2026-12-01T00:00:00+00:00"},
+        "ceilings": {
+            "device_copy": 4.2e12,
+            "link_copy": 55e9,
+            "gather": {"bytes_per_second": 50e9, "beside": 1.1},
+        },
+        "rows": [
+            result_row(1, 131072, **examined),
+            result_row(1, 131072, options={"on_miss": "fetch"}),
+            result_row(1, 131072, options={"budget": 512}),
+            result_row(1, 131072, "dense", ms_p50=85.0, peak_hbm_bytes=34_000_000_000),
+            result_row(1, 131072, "offloaded", ms_p50=4250.0),
+            result_row(1, 131072, options={"compile": True}, ms_p50=6.0),
+            result_row(8, 131072),
+            result_row(8, 32768),
+            {**result_row(8, 32768, "static"), "error": "OutOfMemoryError: no"},
+            result_row(8, 131072, options={"compile": True}, ms_p50=7.0),
+        ],
+        "prompts": [
+            {
+                "prompt": "oasis",
+                "run": "first",
+                "tokens": 131072,
+                "prefill_chunk_size": 8192,
+                "seconds": 30.0,
+                "peak_hbm_bytes": 22_000_000_000,
+            },
+            {
+                "prompt": "dense",
+                "run": "first",
+                "tokens": 131072,
+                "prefill_chunk_size": None,
+                "seconds": 13.0,
+                "peak_hbm_bytes": 50_000_000_000,
+            },
+            {
+                "prompt": "oasis",
+                "run": "again",
+                "tokens": 131072,
+                "prefill_chunk_size": 8192,
+                "error": "MemoryError: no",
+            },
+        ],
+    }
+
+
+def test_lines_say_what_a_row_holds() -> None:
+    made = results()
+    compiled = line(made["rows"][5])
+    assert compiled.startswith("B1   130,560 oasis     2048 keys2bit skip compiled")
+    assert "6.00" in compiled and "x2.00" in compiled and "18.0 GB" in compiled
+    assert "True" not in compiled
+    assert line(made["rows"][8]).endswith("OutOfMemoryError: no")
+    assert "copy 4.20 TB/s" in line({"ceilings": made["ceilings"]})
+    first, dense, failed = map(line, made["prompts"])
+    assert "oasis  first  in pieces of 8,192,  30.00 s to the first token" in first
+    assert "at once" in dense and "50.0 GB" in dense
+    assert failed.endswith("MemoryError: no")
+
+
+def test_a_line_of_an_examined_case_has_its_kernels_below() -> None:
+    kernels = profiling.breakdown([("scan", 64, 2000.0), ("plan", 32, 1000.0)], 2)
+    found = {"batch": 8, "tokens": 130560, "piece": 2048, "profile": kernels}
+    head, *rest = line(found | {"prompt_peak_hbm_bytes": 4e10, "prompt_peak_ratio": 1.25}).split(
+        "\n"
+    )
+    assert "peak 40.0 GB, 1.25 x weights" in head
+    assert [row.split() for row in rest] == [
+        ["1000.0", "us", "32.0", "calls", "66.7%", "scan"],
+        ["500.0", "us", "16.0", "calls", "33.3%", "plan"],
+    ]
+    assert line(found | {"prompt_error": "MemoryError: no"}).split("\n")[0].endswith("Error: no")
+
+
+# ---- tables and plots --------------------------------------------------------------------------
+
+
+def cells(text: str) -> list[list[str]]:
+    """Rows of the Markdown tables in `text`, headers and rules left out."""
+    rows = [
+        [cell.strip() for cell in row[1:-1].split("|")]
+        for row in text.splitlines()
+        if row.startswith("|")
+    ]
+    return [row for row in rows if row[0] not in ("case", "prompt", "---")]
+
+
+def test_the_table_groups_sizes_and_names_what_differs() -> None:
+    text = tables.bench(results())
+    rows = cells(text)
+    assert [row[:2] for row in rows[:9]] == [
+        ["B1, 128K", "oasis, `keys2bit`, skip"],
+        ["B1, 128K", "oasis, `keys2bit`, fetch"],
+        ["B1, 128K", "oasis, `keys2bit`, skip, budget 512"],
+        ["B1, 128K", "oasis, `keys2bit`, skip, compiled"],
+        ["B1, 128K", "DynamicCache"],
+        ["B1, 128K", "DynamicCache, offloaded"],
+        ["B8, 128K", "oasis, `keys2bit`, skip"],
+        ["B8, 128K", "oasis, `keys2bit`, skip, compiled"],
+        ["B8, 32K", "oasis, `keys2bit`, skip"],
+    ]
+    assert [row[7] for row in rows[:6]] == [
+        *["10.0 x faster"] * 3,
+        "14.2 x faster",
+        "",
+        "50.0 x slower",
+    ]
+    assert [row[9] for row in rows[:2]] == ["21.0 GB", ""]
+    assert rows[9:] == [
+        ["131,072", "oasis, taking host memory", "8,192", "30.0 s", "22.0 GB"],
+        ["131,072", "DynamicCache", "", "13.0 s", "50.0 GB"],
+    ]
+    assert "budget 2,048 unless named" in text and "last 2,048 tokens" in text
+
+
+def test_the_table_of_older_results_has_no_columns_for_what_they_lack() -> None:
+    made = results()
+    made["rows"] = [result_row(1, 131072), result_row(1, 131072, "dense", ms_p50=17.0)]
+    del made["prompts"]
+    text = tables.bench(made)
+    assert text.splitlines()[0].endswith("| DynamicCache | peak HBM |")
+    assert [row[7] for row in cells(text)] == ["2.0 x faster", ""]
+    assert "unless" not in text and "prompt" not in text
+
+
+@pytest.fixture
+def plots() -> Any:
+    pytest.importorskip("matplotlib")
+    return importlib.import_module("plots")
+
+
+def test_plots_show_one_policy_and_budget(plots: Any) -> None:
+    shown = plots.shown(results())
+    assert list(shown) == [
+        "oasis, keys2bit, skip",
+        "oasis, keys2bit, skip, compiled",
+        "DynamicCache",
+    ]
+    assert plots.sizes_of(shown) == [(1, 130560), (8, 32256), (8, 130560)]
+
+
+def test_bars_are_as_high_as_the_rows_say(plots: Any) -> None:
+    left, right = plots.decoding(results()).axes
+    assert [bar.get_height() for bar in left.patches] == [8.5, 8.5, 8.5, 6.0, 7.0, 85.0]
+    assert [bar.get_height() for bar in right.patches] == [18.0] * 5 + [34.0]
+    assert "ms" in left.get_ylabel() and "GB" in right.get_ylabel()
+    assert [text.get_text() for text in left.texts].count("does not fit") == 2
+    assert [label.get_text() for label in left.get_xticklabels()] == [
+        "B1, 128K",
+        "B8, 32K",
+        "B8, 128K",
+    ]
+
+
+def test_throughput_is_drawn_over_batch(plots: Any) -> None:
+    (axes,) = plots.throughput(results()).axes
+    lines = [list(map(float, drawn.get_xdata())) for drawn in axes.lines]
+    assert [1.0, 8.0] in lines and [8.0] in lines
+    assert "tokens per second" in axes.get_ylabel()
+
+
+def test_needles_have_a_panel_per_context_and_a_line_per_index(plots: Any) -> None:
+    found = [
+        {"context": c, "index": i, "on_miss": m, "budget": b, "hits": b // 64, "of": 16}
+        for c in (4096, 8192)
+        for i in ("keys2bit", "minmax")
+        for m in ("fetch", "skip")
+        for b in (256, 128)
+    ]
+    panels = plots.needles({"cells": found}).axes
+    assert [panel.get_title()[:5] for panel in panels] == ["4,096", "8,192"]
+    for panel in panels:
+        *drawn, dense = panel.lines
+        assert [list(map(float, one.get_ydata())) for one in drawn] == [[2.0, 4.0]] * 2
+        assert list(dense.get_ydata()) == [16, 16]
+
+
+def test_the_same_results_draw_the_same_files(plots: Any, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(results()))
+    drawn = []
+    for name in ("one", "two"):
+        plots.main(tmp_path, tmp_path / name, "svg")
+        drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
+    assert set(drawn[0]) == {"decoding.svg", "throughput.svg"}
+    assert drawn[0] == drawn[1]
