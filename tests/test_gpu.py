@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oasis_hf import OasisCache, packaged
+from oasis_hf.dense import dense_attention
 from oasis_hf.streams import Beside
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -137,6 +138,19 @@ def test_pieces_of_a_prompt_in_16_bits(half: PreTrainedModel) -> None:
         got = half(input_ids=ids, logits_to_keep=1, **{name: cache}).logits[:, -1]
     spread = float(want.std())
     assert float((got - want).abs().max()) < 0.1 * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "total", "dim"), [(64, 200, 64), (130, 1000, 128), (1, 77, 96)])
+def test_last_rows_of_a_prompt(rows: int, total: int, dim: int, dtype: torch.dtype) -> None:
+    """Flash attention in one part or two, against float32 with a mask."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    shapes = [(2, 4, rows, dim), (2, 2, total, dim), (2, 2, total, dim)]
+    q, k, v = (torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
+    q = 2 * q
+    got = dense_attention(q, k, v, None, dim**-0.5).float()
+    want = dense_attention(q.float(), k.float(), v.float(), None, dim**-0.5)
+    assert float((got - want).abs().max()) < 8 * torch.finfo(dtype).eps * float(want.abs().max())
 
 
 # ---- streams and memory ------------------------------------------------------------------------
