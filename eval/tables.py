@@ -192,7 +192,7 @@ def _prompts(rows: Cells) -> str:
     if not rows:
         return ""
     names = {
-        ("oasis", "first"): "oasis, taking host memory",
+        ("oasis", "first"): "oasis, first run",
         ("oasis", "again"): "oasis, again",
         ("dense", "first"): "DynamicCache",
     }

@@ -348,7 +348,7 @@ def test_the_table_groups_sizes_and_names_what_differs() -> None:
     ]
     assert [row[9] for row in rows[:2]] == ["21.0 GB", ""]
     assert rows[9:] == [
-        ["131,072", "oasis, taking host memory", "8,192", "30.0 s", "22.0 GB"],
+        ["131,072", "oasis, first run", "8,192", "30.0 s", "22.0 GB"],
         ["131,072", "DynamicCache", "", "13.0 s", "50.0 GB"],
     ]
     assert "budget 2,048 unless named" in text and "last 2,048 tokens" in text

@@ -136,8 +136,14 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "host_memory": psutil.virtual_memory().total,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["oasis-hf", *sys.argv[1:]]),
+        "command": " ".join(["oasis-hf", *_without_out(sys.argv[1:])]),
     }
+
+
+def _without_out(words: list[str]) -> list[str]:
+    """A command line without the place of its output, which is of no use elsewhere."""
+    found = words.index("--out") if "--out" in words else len(words)
+    return words[:found] + words[found + 2 :]
 
 
 def run(
