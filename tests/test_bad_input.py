@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -420,3 +421,23 @@ def test_file_that_is_no_saved_cache(saved: Path, tmp_path: Path) -> None:
 def test_the_process_still_works(kind: str) -> None:
     """After all the errors above, in this same process, every model generates."""
     assert_works(tiny_model(kind))
+
+
+def test_a_cache_collected_while_an_error_is_handled() -> None:
+    """torch walks the model's hooks then: the error stays the forward's own, the hooks go later."""
+    model = build_model("Llama", {})
+    caches: list[OasisCache] = []
+
+    def collect(*args: object, **kwargs: object) -> None:
+        caches.clear()
+        gc.collect()
+
+    model.register_forward_hook(collect, always_call=True)
+    caches += [OasisCache(model) for _ in range(3)]
+    assert len(model._forward_hooks) == 4
+    with pytest.raises(IndexError):
+        model(torch.full((1, 4), 10**6))
+    assert not caches
+    OasisCache(model)
+    gc.collect()
+    assert len(model._forward_hooks) == 1 and not model._forward_pre_hooks

@@ -70,6 +70,7 @@ class OasisCache(compat.Cache):
         self._recording = False
         self.first_round = False
         self.prompt_expected = False
+        self.prompt_drafts = 0
         self._verified = 0
         self.torn = False
         self.rounds = self.drafted = self.accepted = 0
@@ -98,7 +99,7 @@ class OasisCache(compat.Cache):
             self.begin(key_states.shape[2])
         layer = self.layers[layer_idx]
         if isinstance(layer, OasisLayer):
-            return layer.update(key_states, value_states, dense=self._dense)
+            return layer.update(key_states, value_states, dense=self._dense, drafts=self._drafts)
         states = layer.update(key_states, value_states, *args, **kwargs)
         if compat.is_sliding(layer):
             return compat.visible(layer, key_states.shape[2], *states)
@@ -159,8 +160,14 @@ class OasisCache(compat.Cache):
 
     def begin(self, rows: int) -> None:
         """Open a forward of `rows` tokens: a prompt, or decoding."""
-        verify = self.is_verification(rows)
+        drafts, self.prompt_drafts = self.prompt_drafts, 0
+        if self.oasis_config.verification != "exact":
+            drafts = 0
+        # The last token of a prompt, alone, is a step like any other.
+        step = drafts > 0 and rows - drafts == 1 and self.ledger.columns > 0
+        verify = step or self.is_verification(rows)
         self._dense = rows > 1 and not verify
+        self._drafts = drafts if self._dense else 0
         self._verified = rows if verify else 0
         self.first_round = self.prompt_expected = False
         for layer in self.offloaded[:1]:
@@ -235,6 +242,7 @@ class OasisCache(compat.Cache):
         """Forget everything and give all memory back; the cache can be used again."""
         self.ledger.reset()
         self._recording = self.first_round = self.prompt_expected = self.torn = False
+        self.prompt_drafts = 0
         self._verified = self.rounds = self.drafted = self.accepted = 0
         # Transformers' layers would keep zeroed tensors of the old shape.
         native = compat.native_layers(self.model_config)

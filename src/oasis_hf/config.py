@@ -7,6 +7,7 @@ from typing import Any
 INDEX_NAMES = ("keys2bit", "minmax", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
 REDUCTIONS = ("mean", "max")
+VERIFICATIONS = ("shared", "exact")
 DEFAULT_CAP = 0.05
 """Share of the budget that `fetch_cap="auto"` admits per head and step (the paper's choice)."""
 
@@ -34,6 +35,9 @@ class OasisConfig:
         fetch_cap: blocks fetched in the background per head and step, as a share of the budget;
             None for no limit; "auto" for the default share.
         dense_layers: layers that keep all K and V on the device and attend to everything.
+        verification: the rows of a verification of drafts share one choice of blocks ("shared"), or
+            each makes its own as plain decoding would ("exact"): slower, and with on_miss="fetch"
+            assisted decoding gives the tokens of plain decoding at any budget.
         max_rows: most query rows of one sparse step (a verification of drafts).
         prefill_chunk_size: tokens per piece of a long prompt, or None; needs the cache to have been
             built from the model, not from its config.
@@ -53,6 +57,7 @@ class OasisConfig:
     on_miss: str | float = "fetch"
     fetch_cap: str | float | None = "auto"
     dense_layers: tuple[int, ...] = ()
+    verification: str = "shared"
     max_rows: int = 32
     prefill_chunk_size: int | None = None
     backend: str = "auto"
@@ -117,7 +122,11 @@ class OasisConfig:
                 f"index: got {self.index!r}, expected one of {', '.join(INDEX_NAMES)}, or a "
                 "subclass of oasis_hf.Index"
             )
-        for name, choices in (("backend", BACKENDS), ("reduction", REDUCTIONS)):
+        for name, choices in (
+            ("backend", BACKENDS),
+            ("reduction", REDUCTIONS),
+            ("verification", VERIFICATIONS),
+        ):
             value = getattr(self, name)
             if value not in choices:
                 raise OasisConfigError(
@@ -147,6 +156,14 @@ class OasisConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OasisConfigError(f"{name}: got {value!r}, expected True or False")
+        # A group that leaves the tail behind row n holds tokens up to row n - recent_tokens.
+        if self.verification == "exact" and self.recent_tokens < self.max_rows - 2:
+            raise OasisConfigError(
+                f"verification: got 'exact' with recent_tokens={self.recent_tokens} and "
+                f"max_rows={self.max_rows}, expected recent_tokens of at least max_rows - 2: a "
+                "draft must not leave the tail before it is verified; raise recent_tokens or lower "
+                "max_rows"
+            )
         if self.compile and not self.graphs:
             raise OasisConfigError(
                 "compile: got True with graphs=False, expected graphs=True; what is compiled is "

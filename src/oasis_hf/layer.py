@@ -11,7 +11,7 @@ from .ahead import ReadAhead
 from .compat import CacheLayerMixin
 from .config import OasisConfig
 from .dense import dense_attention
-from .handle import OasisLength, attach
+from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .storage import LayerStorage
 
@@ -44,6 +44,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
     Attributes:
         ahead: reads earlier tokens ahead of their use; shared by the layers of a cache.
         following: the offloaded layer whose attention runs next.
+        verified: `[B]` tokens that had left the tail before an exact verification, until a crop.
     """
 
     is_sliding = False
@@ -63,6 +64,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
+        self.verified: Tensor | None = None
         self.ahead = ReadAhead()
         self.following: OasisLayer | None = None
 
@@ -98,6 +100,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         value_states: Tensor,
         *args: Any,
         dense: bool = True,
+        drafts: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Take the new tokens' K and V; they are stored when the attention runs.
@@ -106,6 +109,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             key_states: `[B, H, T, Dk]`.
             value_states: `[B, H, T, Dv]`.
             dense: whether these tokens are a prompt.
+            drafts: newest of them that are drafts all the same, verified behind the prompt.
 
         Returns:
             The same tensors; the key carries the handle that `oasis_attention` looks for.
@@ -113,7 +117,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states)
-        self._dense = dense
+        self._dense, self._drafts = dense, drafts
         attach(self, key_states, value_states)
         return key_states, value_states
 
@@ -155,17 +159,60 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         """
         if new:
             self.reserve(key.shape[2])
+        if self._dense and new and self._drafts:
+            return self._attend_prompt_and_drafts(query, key, value, valid, scaling)
         if self._dense:
             return self._attend_dense(query, key, value, valid, scaling, new)
+        if self.config.verification == "exact" and key.shape[2] > 1:
+            return self._attend_in_turn(query, key, value, valid, scaling, new)
+        rows = query.unflatten(1, (self.geometry.kv_heads, -1))
         if new:
             self.unsettle()
             self._rows = _Rows(False, [], self.engine.append(key, value, valid))
             self.fresh = key.shape[2]
         assert self._rows.positions is not None
-        rows = query.unflatten(1, (self.geometry.kv_heads, -1))
         out = self.engine.attend(rows, self._rows.positions[:, -rows.shape[3] :], scaling)
         self.cold = False
         return out.flatten(1, 2)
+
+    def _attend_in_turn(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scaling: float,
+        new: bool,
+    ) -> Tensor:
+        """The rows of a verification one after the other, each a step as in plain decoding."""
+        if not new:
+            raise OasisUnsupportedError(
+                f"layer {self.layer_idx}: verification='exact' does not serve models that share K "
+                "and V between layers; use verification='shared'"
+            )
+        self.unsettle()
+        self.fresh = key.shape[2]
+        self.verified = self.committed.clone()
+        query, outputs = query.unflatten(1, (self.geometry.kv_heads, -1)), []
+        for row in range(key.shape[2]):
+            part = slice(row, row + 1)
+            real = None if valid is None else valid[:, part]
+            positions = self.engine.append(key[:, :, part], value[:, :, part], real)
+            outputs.append(self.engine.attend(query[:, :, :, part], positions, scaling))
+            self.cold = False
+        return torch.cat(outputs, 3).flatten(1, 2)
+
+    def _attend_prompt_and_drafts(
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
+    ) -> Tensor:
+        """A prompt with the first drafts behind it, which assisted decoding gives in one call."""
+        parts = []
+        for part in (slice(None, -self._drafts), slice(-self._drafts, None)):
+            attend = self._attend_in_turn if parts else self._attend_dense
+            real = None if valid is None else valid[:, part]
+            q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]
+            parts.append(attend(q, k, v, real, scaling, True))
+        return torch.cat(parts, 2)
 
     def advanced(self, rows: int) -> None:
         """Keep the host's numbers in step with `rows` columns appended by a replayed graph."""
@@ -269,6 +316,9 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.unsettle()
         if columns > self.fresh:
             self.reopen()
+        elif self.verified is not None:
+            self.take_back(self.verified)
+        self.verified = None
         self.fresh = max(0, self.fresh - columns)
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:

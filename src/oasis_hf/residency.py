@@ -145,6 +145,15 @@ class Residency:
         self.block_of_slot[row].masked_fill_(gone, -1)
         self.last_selected[row].masked_fill_(gone, -1)
 
+    def limit(self, blocks: Tensor) -> None:
+        """Evict all blocks from number `blocks` `[B]` on; waits for nothing."""
+        bound = blocks[:, None, None]
+        number = torch.arange(self.slot_of_block.shape[2], device=blocks.device)
+        self.slot_of_block.masked_fill_(number >= bound, -1)
+        gone = self.block_of_slot >= bound
+        self.block_of_slot.masked_fill_(gone, -1)
+        self.last_selected.masked_fill_(gone, -1)
+
     def clear(self) -> None:
         """Evict everything."""
         for table in self.tables:

@@ -8,6 +8,7 @@ off (out of memory, a wrong mask, an interrupt) leaves some layers ahead of othe
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class ForwardHook:
     """Two public torch hooks around the forward; they act only on calls that carry their cache."""
 
-    # torch walks the model's own table of hooks after an error: none may leave it meanwhile.
-    _walked = 0
+    # While an error is handled torch walks the model's own table of hooks, and a cache may be
+    # collected at any moment of it: no hook leaves the table then.
     _late: ClassVar[list[ForwardHook]] = []
 
     def __init__(self, model: torch.nn.Module, cache: OasisCache) -> None:
@@ -40,7 +41,7 @@ class ForwardHook:
 
     def remove(self) -> None:
         """Take the hooks off the model, or have that done before the next forward."""
-        if ForwardHook._walked:
+        if sys.exception() is not None:
             self._late.append(self)
             return
         for handle in self._handles:
@@ -48,8 +49,8 @@ class ForwardHook:
 
     @classmethod
     def _remove_late(cls) -> None:
-        """Remove the hooks of caches that died while another's forward was being undone."""
-        while cls._late and not cls._walked:
+        """Remove the hooks of caches that died while an error was handled."""
+        while cls._late and sys.exception() is None:
             cls._late.pop().remove()
 
     def _after(
@@ -67,11 +68,7 @@ class ForwardHook:
         if self._inside:
             return
         if missed is not None or output is None:
-            ForwardHook._walked += 1
-            try:
-                self._undo(cache)
-            finally:
-                ForwardHook._walked -= 1
+            self._undo(cache)
         self._checkpoint = None
         if missed is not None and output is not None:
             raise never_attended(missed)
@@ -117,6 +114,7 @@ class ForwardHook:
             cache.prompt_expected = True
         self._feed_pieces(model, cache, kwargs, keep)
         cache.first_round = first_round
+        cache.prompt_drafts = max(keep - 1, 0) if first_round else 0
         return args, kwargs
 
     def _drop_cached(self, cache: OasisCache, kwargs: dict[str, Any], keep: int) -> None:

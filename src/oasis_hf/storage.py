@@ -224,6 +224,23 @@ class LayerStorage:
             self.committed[row] = start
             self.residency.forget(row, start // g.block)
 
+    def take_back(self, before: Tensor) -> None:
+        """Return to the tail the groups that left it behind drafts which were then rejected.
+
+        The ring still holds them. Where they would have left it anyway, a step later at most, they
+        stay out: the tail is that of a sequence that never saw the drafts.
+
+        Args:
+            before: `[B]` tokens that had left the tail before the drafts.
+        """
+        g = self.geometry
+        due = torch.div(
+            self.lengths - 1 - self.config.recent_tokens, g.group, rounding_mode="floor"
+        )
+        kept = torch.minimum(self.committed, torch.maximum(due * g.group, before))
+        self.committed.copy_(kept)
+        self.residency.limit(kept // g.block)
+
     def roll_back(self, columns: int, lengths: Tensor | None) -> None:
         """Return to the first columns, whatever a forward that broke off has left behind.
 
