@@ -206,7 +206,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """A prompt with the first drafts behind it, which assisted decoding gives in one call."""
-        parts = []
+        parts: list[Tensor] = []
         for part in (slice(None, -self._drafts), slice(-self._drafts, None)):
             attend = self._attend_in_turn if parts else self._attend_dense
             real = None if valid is None else valid[:, part]
