@@ -109,6 +109,16 @@ def test_drafts_are_verified_by_graphs(model: PreTrainedModel) -> None:
     assert cache.graphs is not None and cache.graphs.summary()["replayed"] > 0
 
 
+def test_exact_verification_by_graphs(model: PreTrainedModel) -> None:
+    """Below full budget too: rows in turn, groups taken back into the tail, all inside graphs."""
+    ids = prompt(400).to("cuda")
+    plain = run(model, ids, 100, budget=128)
+    draft = draft_model("llama", "bad").to("cuda")
+    cache = OasisCache(model, budget=128, verification="exact")
+    assert torch.equal(generate(model, ids, cache, 100, assistant_model=draft), plain)
+    assert cache.graphs is not None and cache.graphs.summary()["replayed"] > 0
+
+
 def test_compiled_steps_are_close(model: PreTrainedModel) -> None:
     """compile=True: the same tokens in float32, through graphs with compiled layers."""
     ids = prompt(500).to("cuda")

@@ -61,9 +61,8 @@ class ReadAhead:
         """Ask for the first tokens of a sequence, as `take` will, on the side stream."""
         if layer.device.type != "cuda" or layer.store.table is None or not length:
             return
-        # Allocated for the current stream, which `take` makes wait for the transfer.
         k, v = layer.history_buffers(1, length + room)
         beside = Beside(layer.device)
-        with torch.cuda.device(layer.device), beside.run():
+        with torch.cuda.device(layer.device), beside.run(k, v):
             layer.recall(row, length, k, v)
         self._ready = _Ready(layer, (row, length, room), k, v, beside)

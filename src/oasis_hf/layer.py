@@ -44,7 +44,6 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
     Attributes:
         ahead: reads earlier tokens ahead of their use; shared by the layers of a cache.
         following: the offloaded layer whose attention runs next.
-        verified: `[B]` tokens that had left the tail before an exact verification, until a crop.
     """
 
     is_sliding = False
@@ -64,7 +63,6 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
-        self.verified: Tensor | None = None
         self.ahead = ReadAhead()
         self.following: OasisLayer | None = None
 
@@ -168,6 +166,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         rows = query.unflatten(1, (self.geometry.kv_heads, -1))
         if new:
             self.unsettle()
+            self.in_turn = False
             self._rows = _Rows(False, [], self.engine.append(key, value, valid))
             self.fresh = key.shape[2]
         assert self._rows.positions is not None
@@ -191,8 +190,8 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
                 "and V between layers; use verification='shared'"
             )
         self.unsettle()
-        self.fresh = key.shape[2]
-        self.verified = self.committed.clone()
+        self.fresh, self.in_turn = key.shape[2], True
+        self.committed_before.copy_(self.committed)
         query, outputs = query.unflatten(1, (self.geometry.kv_heads, -1)), []
         for row in range(key.shape[2]):
             part = slice(row, row + 1)
@@ -219,6 +218,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.unsettle()
         self.columns += rows
         self.fresh = rows
+        self.in_turn = rows > 1 and self.config.verification == "exact"
 
     # ---- prompts: dense, host numbers allowed --------------------------------------------------
 
@@ -316,9 +316,8 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.unsettle()
         if columns > self.fresh:
             self.reopen()
-        elif self.verified is not None:
-            self.take_back(self.verified)
-        self.verified = None
+        elif self.in_turn:
+            self.take_back()
         self.fresh = max(0, self.fresh - columns)
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -27,6 +27,8 @@ class LayerStorage:
         committed: `[B]` of these, tokens that left the tail for the store; a multiple of the group.
         columns: tokens given, padding included; a host number.
         fresh: newest columns that are certainly still in the tail; a host number.
+        committed_before: `[B]` the same, before the rows of the last exact verification.
+        in_turn: whether the newest rows were such a verification.
         cold: whether the resident set is to be filled anew, after a prompt.
         recording: whether drafts may be cropped after a forward; set by the cache.
     """
@@ -65,6 +67,8 @@ class LayerStorage:
         self.index.allocate(self.batch_size, heads, key)
         self.lengths = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self.committed = torch.zeros_like(self.lengths)
+        self.committed_before = torch.zeros_like(self.lengths)
+        self.in_turn = False
         self._settled: tuple[list[int], list[int]] | None = None
         self.cold = True
         self.fresh = 0
@@ -224,20 +228,17 @@ class LayerStorage:
             self.committed[row] = start
             self.residency.forget(row, start // g.block)
 
-    def take_back(self, before: Tensor) -> None:
+    def take_back(self) -> None:
         """Return to the tail the groups that left it behind drafts which were then rejected.
 
         The ring still holds them. Where they would have left it anyway, a step later at most, they
         stay out: the tail is that of a sequence that never saw the drafts.
-
-        Args:
-            before: `[B]` tokens that had left the tail before the drafts.
         """
         g = self.geometry
         due = torch.div(
             self.lengths - 1 - self.config.recent_tokens, g.group, rounding_mode="floor"
         )
-        kept = torch.minimum(self.committed, torch.maximum(due * g.group, before))
+        kept = torch.minimum(self.committed, torch.maximum(due * g.group, self.committed_before))
         self.committed.copy_(kept)
         self.residency.limit(kept // g.block)
 
@@ -249,7 +250,7 @@ class LayerStorage:
             lengths: `[B]` real tokens among them, or None if all are real.
         """
         self.engine.join()
-        self.columns, self.fresh, self.cold = columns, 0, True
+        self.columns, self.fresh, self.cold, self.in_turn = columns, 0, True, False
         if lengths is None:
             self.lengths.fill_(columns)
         else:
@@ -265,6 +266,7 @@ class LayerStorage:
         for part in (self.store, self.pool, self.tail, self.index, self.residency):
             part.map_batch(fn)
         self.lengths, self.committed = fn(self.lengths), fn(self.committed)
+        self.committed_before = fn(self.committed_before)
         self.unsettle()
         self.batch_size = self.lengths.shape[0]
 
