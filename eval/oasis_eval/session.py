@@ -86,10 +86,13 @@ class Answer:
     Attributes:
         text: the answer without its end.
         ids: its tokens.
+        pending: of these, what the cache has not been given yet: the last one, unless the model
+            ended the answer itself.
     """
 
     text: str
     ids: list[int]
+    pending: list[int]
 
 
 def answer(
@@ -111,20 +114,23 @@ def answer(
         complete: whether an answer can get no better, so that decoding may stop.
     """
     found: list[int] = []
+    pending: list[int] = []
     text = ""
     # The last token alone, so that it attends as decoded ones do.
     if ids[:-1]:
         feed(model, cache, torch.tensor([ids[:-1]]))
-    token = torch.tensor([ids[-1:]])
+    token, last = torch.tensor([ids[-1:]]), ends(model, tokenizer)
     while len(found) < limit:
         token = feed(model, cache, token).argmax(-1, keepdim=True)
-        if token.item() in ends(model, tokenizer):
+        new = int(token.item())
+        pending = [] if new in last else [new]
+        if new in last:
             break
-        found.append(int(token.item()))
+        found.append(new)
         text = tokenizer.decode(found, skip_special_tokens=True)
         if complete(text):
             break
-    return Answer(text.strip(), found)
+    return Answer(text.strip(), found, pending)
 
 
 def ends(model: Any, tokenizer: Any) -> set[int]:

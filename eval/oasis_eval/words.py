@@ -6,7 +6,12 @@ import string
 import uuid
 from random import Random
 
-ADJECTIVES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ADJECTIVES = _words(
     "amber ancient autumn azure bitter blazing bold brave bright brisk broad bronze calm careful "
     "charming cheerful clever cloudy cobalt cold copper coral cosmic crimson curious damp daring "
     "deep delicate distant dusty eager early earnest eastern elegant emerald endless faint fair "
@@ -18,8 +23,8 @@ ADJECTIVES = (
     "smooth snowy solar solemn southern spare stable steady stern stormy strange subtle sunny "
     "swift tall tame tender thirsty timid tiny tranquil twin vast velvet violet vivid wandering "
     "warm wary western wild windy wise witty wooden young zealous"
-).split()
-NOUNS = (
+)
+NOUNS = _words(
     "acorn anchor anvil apple apron arrow badge bagel balloon banjo barrel basin basket beacon "
     "bench bicycle blanket bonnet bottle boulder bracelet bridge broom brush bucket buckle bugle "
     "button cabin cactus candle canoe canvas carpet castle cello chair chalk chimney chisel "
@@ -34,21 +39,21 @@ NOUNS = (
     "spoon spur stamp statue stool stove string sundial tablet table tapestry teapot tent "
     "thimble thread ticket torch tower trumpet trunk tunnel umbrella valley vase violin wagon "
     "wallet whistle willow window yarn zipper"
-).split()
-CITIES = (
+)
+CITIES = _words(
     "Amsterdam Athens Barcelona Beijing Berlin Boston Brussels Budapest Cairo Chicago Copenhagen "
     "Delhi Denver Dublin Geneva Hamburg Helsinki Istanbul Jakarta Lisbon London Madrid Melbourne "
     "Milan Montreal Moscow Mumbai Munich Oslo Paris Prague Rome Seattle Seoul Singapore Stockholm "
     "Sydney Tokyo Toronto Venice Vienna Warsaw"
-).split()
-FIRST_NAMES = (
+)
+FIRST_NAMES = _words(
     "Ada Boris Clara Daniel Elena Felix Greta Hugo Irene Jonas Karin Leon Maria Nora Oscar Paula "
     "Quentin Rosa Simon Tilda Ulrich Vera Walter Xenia Yusuf Zelda"
-).split()
-LAST_NAMES = (
+)
+LAST_NAMES = _words(
     "Abbott Bauer Calder Dupont Ellison Fontaine Garrick Hansen Ivanov Jensen Keller Lindqvist "
     "Moreno Novak Okafor Petrov Quimby Rossi Santos Tanaka Ueda Varga Weber Xu Yilmaz Zimmer"
-).split()
+)
 
 
 def keys(draw: Random, count: int) -> list[str]:

@@ -70,9 +70,7 @@ def build(
     return Dataset.from_list(rows, features=FEATURES)
 
 
-def sample(
-    name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose
-) -> Sample:
+def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
     """Sample `number` of a task."""
     draw = Random(f"{seed}/{name}/{context}/{number}")
     words = prose.started(draw.random())

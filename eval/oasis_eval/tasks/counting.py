@@ -21,7 +21,9 @@ NOISE = "..."
 def common_words(scene: Scene) -> Draft:
     """A numbered list of words: ten are common, the rest rare; a worked example comes first."""
     often, rarely = (6, 1) if scene.context < SHORT else (30, 3)
-    example_often, example_rarely, example_rest = (3, 1, 20) if scene.context < SHORT else (10, 3, 40)
+    example_often, example_rarely, example_rest = (
+        (3, 1, 20) if scene.context < SHORT else (10, 3, 40)
+    )
     words = vocabulary(scene, 2 * COMMON + example_rest + scene.context // 4)
     shown, common = words[:COMMON], words[COMMON : 2 * COMMON]
     shown_rest = words[2 * COMMON : 2 * COMMON + example_rest]
@@ -46,8 +48,7 @@ def frequent_words(scene: Scene) -> Draft:
     words = made_up(scene.draw, max(40, scene.context // 50), 6)
     seed = scene.draw.random()
     turn = Turn(
-        f"Ignore the dots. What are the three words that appear most often in the coded text "
-        f"above?",
+        "Ignore the dots. What are the three words that appear most often in the coded text above?",
         tuple(words[:3]),
         "The three words that appear most often are: ",
     )

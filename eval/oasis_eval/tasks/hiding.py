@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from random import Random
 
-FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-).split()
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = tuple(n / 39 for n in range(40))
 """The depths of RULER: 40, from the start of the text to its end."""
 STRIDE = 17
@@ -17,8 +15,9 @@ STRIDE = 17
 
 def filler(words: int) -> str:
     """The first words of a few sentences that repeat."""
-    repeats, rest = divmod(words, len(FILLER))
-    return " ".join(FILLER * repeats + FILLER[:rest])
+    once = FILLER.split()
+    repeats, rest = divmod(words, len(once))
+    return " ".join(once * repeats + once[:rest])
 
 
 def one_depth(draw: Random, number: int) -> float:

@@ -41,7 +41,9 @@ def niah(
     asked = names[:queries]
     turn = ask(asked, [value for name, value in facts if name in asked], kind)
     single = len(facts) == 1
-    depths = (one_depth(scene.draw, scene.number),) if single else some_depths(scene.draw, len(facts))
+    depths = (
+        (one_depth(scene.draw, scene.number),) if single else some_depths(scene.draw, len(facts))
+    )
     scene.draw.shuffle(facts)
     body = hidden(
         filler if haystack == "filler" else scene.prose, [say(*f, kind) for f in facts], depths

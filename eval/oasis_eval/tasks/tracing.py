@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from itertools import pairwise
 
 from ..sample import Draft, Scene, Turn
 from ..words import made_up, numbers
@@ -14,7 +15,7 @@ def variables(scene: Scene, hops: int = 4) -> Draft:
     names = made_up(scene.draw, hops + 1, 5, string.ascii_uppercase)
     (value,) = numbers(scene.draw, 1, digits=5)
     lines = [f"VAR {names[0]} = {value}."]
-    lines += [f"VAR {new} = VAR {old}." for old, new in zip(names, names[1:], strict=False)]
+    lines += [f"VAR {new} = VAR {old}." for old, new in pairwise(names)]
     depths = some_depths(scene.draw, len(lines))
     turn = Turn(
         f"Which variables are assigned the value {value} in the text, directly or by way of "
