@@ -28,7 +28,7 @@ class Estimate:
     count: int
 
 
-def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> Estimate:
+def bootstrap(values: Sequence[float]) -> Estimate:
     """The percentile bootstrap of a mean (Efron, 1979); always the same for the same values.
 
     Values that are all equal give an interval of no width, which says that the sample shows no
@@ -37,20 +37,30 @@ def bootstrap(values: Sequence[float], resamples: int = RESAMPLES) -> Estimate:
     Raises:
         ValueError: there are no values.
     """
-    if not len(values):
+    return stratified([values])
+
+
+def stratified(groups: Sequence[Sequence[float]]) -> Estimate:
+    """The same of the mean of the groups' means: groups count alike, and are resampled apart.
+
+    Raises:
+        ValueError: there is no group, or one without values.
+    """
+    if not groups or not all(len(group) for group in groups):
         raise ValueError("values: got none, expected at least one")
-    array = np.asarray(values, dtype=float)
     draw = np.random.default_rng(0)
-    # In parts, so that long lists take little memory.
-    means = np.concatenate(
-        [
-            array[draw.integers(len(array), size=(part, len(array)))].mean(1)
-            for part in [1000] * (resamples // 1000)
-        ]
-    )
+    resampled = np.mean([_means(np.asarray(group, float), draw) for group in groups], axis=0)
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Estimate(float(array.mean()), float(low), float(high), len(array))
+    low, high = np.quantile(resampled, [tail, 1 - tail])
+    mean = sum(sum(group) / len(group) for group in groups) / len(groups)
+    return Estimate(float(mean), float(low), float(high), sum(map(len, groups)))
+
+
+def _means(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Means of `RESAMPLES` samples with replacement; in parts, so that they take little memory."""
+    parts = [1000] * (RESAMPLES // 1000)
+    chosen = (draw.integers(len(values), size=(part, len(values))) for part in parts)
+    return np.concatenate([values[places].mean(1) for places in chosen])
 
 
 def paired(values: Sequence[float], others: Sequence[float]) -> Estimate:

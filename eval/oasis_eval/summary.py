@@ -9,7 +9,7 @@ from typing import Any
 
 from .arms import DENSE
 from .fidelity import divergence
-from .intervals import Estimate, bootstrap, paired
+from .intervals import bootstrap, paired, stratified
 
 Record = dict[str, Any]
 Cells = list[dict[str, Any]]
@@ -79,7 +79,7 @@ def _overall(records: list[Record]) -> Cells:
         if len(tasks) < 2:
             continue
         cell: dict[str, Any] = {"task": OVERALL, "context": context, "arm": arm}
-        cell |= asdict(_mean_of([_scores(group) for group in tasks.values()]))
+        cell |= asdict(stratified([_scores(group) for group in tasks.values()]))
         changes = [
             [
                 record["score"] - scores[place(record), DENSE.name]
@@ -89,18 +89,11 @@ def _overall(records: list[Record]) -> Cells:
             for group in tasks.values()
         ]
         if arm != DENSE.name and all(changes):
-            cell["change"] = asdict(_mean_of(changes))
+            cell["change"] = asdict(stratified(changes))
         cell |= {name: mean(found, name) for name in COSTS if name in found[0]}
         cell["seconds"] = mean(found, "seconds")
         cells.append(cell)
     return cells
-
-
-def _mean_of(groups: list[list[float]]) -> Estimate:
-    """The mean of the groups' means; each value is weighted so that groups count the same."""
-    total = sum(map(len, groups))
-    weighted = [value * total / (len(groups) * len(group)) for group in groups for value in group]
-    return bootstrap(weighted)
 
 
 def _scores(records: list[Record]) -> list[float]:
