@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from oasis_eval.fill import reserved
 from oasis_eval.metrics import score
 from oasis_eval.prompt import follow_up, opening, plain
 from oasis_eval.prose import Prose
-from oasis_eval.sample import Draft
+from oasis_eval.sample import Draft, Scene
 from oasis_eval.tasks import RULER, TASKS, build, sample
 from oasis_eval.tasks.counting import NOISE
 from oasis_eval.tasks.hiding import DEPTHS, hide
+from oasis_eval.tasks.records import extraction
 
 CONTEXT = 4096
 PROSE = Prose(TEXT)
@@ -205,8 +207,9 @@ def test_the_answer_is_in_one_document_only(name: str) -> None:
 
 
 def test_records_are_three_to_twenty() -> None:
-    counts = {len(draw("extraction", n, 8192)["turns"][0]["references"]) for n in range(40)}
-    assert min(counts) >= 3 and max(counts) <= 20 and len(counts) > 8
+    scenes = (Scene(Random(n), n, 8192, PROSE.started(0)) for n in range(200))
+    counts = {len(extraction(scene).turns[0].references) for scene in scenes}
+    assert counts == {*range(3, 21)}
 
 
 def test_every_step_of_the_long_chain_needs_the_one_before() -> None:

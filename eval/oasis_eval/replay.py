@@ -24,6 +24,8 @@ from oasis_kernels import backend
 TAIL_GROUP = 64
 """The same tail for every index, that of the largest groups, so that only the choice differs."""
 OPS = backend("reference")
+ROUNDING = 1e-5
+"""Relative difference of masses that are taken for equal."""
 Layer = tuple[Tensor, Tensor, float]
 """Queries `[Hq, T, D]`, keys `[H, L, D]` and the factor of the logits."""
 
@@ -104,13 +106,22 @@ def replay(layer: Layer, config: OasisConfig) -> Replayed:
         used = ((plan.hits >= 0) | (plan.now >= 0))[0]
         held = (padded.gather(-1, plan.ids[0]) * used).sum(-1)
         attended = torch.zeros_like(padded).scatter_add(-1, plan.ids[0], used.to(padded.dtype)) > 0
-        best = mass.topk(min(wanted, mass.shape[-1]), -1).indices
-        recall = attended.gather(-1, best).float().mean(-1)
-        if not best.shape[-1]:
-            recall = torch.ones_like(held)
+        recall = _recall(mass, attended[:, : mass.shape[-1]], wanted)
         fetched = (plan.now >= 0).float().mean(-1)[0]
         found.append([held + share[..., stored:].sum(-1).mean(1), recall, fetched])
     return Replayed(*(torch.stack(column) for column in zip(*found, strict=True)))
+
+
+def _recall(mass: Tensor, attended: Tensor, wanted: int) -> Tensor:
+    """Share of the best `wanted` blocks that were attended to: mass and attended `[H, N]`.
+
+    Blocks that hold as much as the last of the best, but for rounding, are as good as it.
+    """
+    count = min(wanted, mass.shape[-1])
+    if not count:
+        return mass.new_ones(mass.shape[0])
+    least = mass.topk(count, -1).values[:, -1:]
+    return ((mass >= least * (1 - ROUNDING)) & attended).sum(-1).clamp(max=count) / count
 
 
 def _index(config: OasisConfig, keys: Tensor) -> Index:
