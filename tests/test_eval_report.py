@@ -52,7 +52,9 @@ def run_folder(path: Path, records: list[dict[str, Any]], **config: Any) -> Path
     about = {
         "config": {"samples": 4, "seed": 0} | config,
         "versions": {"torch": "2"},
-        **dict.fromkeys(["model", "dtype", "device", "cpus", "threads", "date", "python"], "x"),
+        **dict.fromkeys(
+            ["model", "dtype", "device", "cpus", "threads", "date", "python", "text"], "x"
+        ),
         "commit": "abc",
     }
     (path / "config.json").write_text(json.dumps(about))

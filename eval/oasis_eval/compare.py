@@ -74,7 +74,7 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     """What the runs were made with, where it differs."""
     flat = [
         {**about["config"], **about["versions"]}
-        | {name: about[name] for name in ("commit", "device", "dtype", "date")}
+        | {name: about.get(name) for name in ("commit", "device", "dtype", "date", "text")}
         for about in (one, other)
     ]
     lines = [

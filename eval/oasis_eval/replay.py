@@ -61,7 +61,7 @@ def capture(model: Any, cache: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
         scaling = kw.get("scaling") or module.scaling
-        found[module.layer_idx] = (query[0].float(), key[0].float(), scaling)
+        found[module.layer_idx] = (query[0], key[0], scaling)
         return sdpa_attention_forward(module, query, key, value, *args, **kw)
 
     AttentionInterface.register("capture", attention)
@@ -77,7 +77,8 @@ def capture(model: Any, cache: Any, ids: Tensor) -> tuple[Tensor, list[Layer]]:
 
 def replay(layer: Layer, config: OasisConfig) -> Replayed:
     """One layer's choices under some options."""
-    query, keys, scaling = layer
+    # In float32 one layer at a time: all of them would not fit beside a long context.
+    query, keys, scaling = layer[0].float(), layer[1].float(), layer[2]
     heads, length, _ = keys.shape
     steps, block, wanted = query.shape[1], config.block_size, config.budget_blocks
     rows = query.unflatten(0, (heads, -1)) * scaling
@@ -86,14 +87,14 @@ def replay(layer: Layer, config: OasisConfig) -> Replayed:
     shape: Any = SimpleNamespace(kv_heads=heads, slots=slots)
     residency = Residency(shape, 1, keys.device, OPS)
     residency.ensure(index.capacity)
-    number = torch.arange(index.capacity)
+    number = torch.arange(index.capacity, device=keys.device)
     found: list[list[Tensor]] = []
     for step in range(steps):
         now = length - steps + step + 1
         stored = max(0, now - 1 - config.recent_tokens) // TAIL_GROUP * TAIL_GROUP
         logits = rows[:, :, step] @ keys[:, :now].transpose(-1, -2)
         tail = torch.logsumexp(logits[..., stored:], -1)
-        committed = torch.tensor([stored // block])
+        committed = torch.tensor([stored // block], device=keys.device)
         score = index.score(rows[None, :, :, step], committed, tail[None])
         sink = (number < committed) & (number < -(-config.sink_tokens // block))
         score = torch.where(sink, float("inf"), score)

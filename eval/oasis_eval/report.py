@@ -76,7 +76,8 @@ def note(about: dict[str, Any], records: list[Record]) -> str:
     )
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return (
-        f"{config['samples']} samples of each task and context, seed {config['seed']}. Prompts are "
+        f"{config['samples']} samples of each task and context, seed {config['seed']}, "
+        f"text '{about['text']}'. Prompts are "
         "read densely and once; from their last token on every arm continues a copy of its own. "
         "Scores are percent with 95 % bootstrap intervals over samples; an interval of no width "
         "says that all samples scored the same, not that others would. INDEX/MISS/BUDGET names an "

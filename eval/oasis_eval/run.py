@@ -24,7 +24,7 @@ from .replay import capture
 from .sample import Sample
 from .session import Answer, Session, answer, attended, counts
 from .tasks import TASKS, build
-from .texts import available, read_text
+from .texts import available, read_text, source_name
 
 Record = dict[str, Any]
 """One arm's result for one sample."""
@@ -54,9 +54,11 @@ def run(
     options = {"dtype": config.dtype} if config.dtype else {}
     model, tokenizer = pair or load(config.model or smollm2(), **options)
     check_length(model, config)
-    about = describe(model) | {"config": config.as_dict(), "digest": config.digest}
+    text = config.text or available()
+    about = describe(model) | {"text": source_name(text)}
+    about |= {"config": config.as_dict(), "digest": config.digest}
     (out / "config.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    prose = Prose(read_text(config.text or available()))
+    prose = Prose(read_text(text))
     known = {identity(record) for record in records}
     total = len(config.tasks) * len(config.contexts) * len(config.arms) * config.samples
     with (out / "samples.jsonl").open("a", encoding="utf-8") as log, torch.inference_mode():
