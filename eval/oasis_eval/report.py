@@ -84,6 +84,7 @@ def note(about: dict[str, Any], records: list[Record]) -> str:
         f"arm, budgets in tokens per KV head. {about['dtype']}, {machine}, {about['threads']} "
         f"threads, {seconds / 60:.1f} minutes of answers and {read / 60:.1f} of reading; "
         f"{about['date']}, commit {about['commit']}, Python {about['python']}, {versions}."
+        + (f" Note: {about['note']}." if "note" in about else "")
     )
 
 
