@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from haystack import Batch
 from torch import Tensor
-from transformers import DynamicCache
 
+from oasis_eval.session import attended, dense_copy, feed
 from oasis_hf import OasisCache
-from oasis_hf.compat import cache_kwarg
-from oasis_hf.index import index_class
 
 FETCH_CAP = 0.05
 PREFILL_CHUNK = 512
@@ -104,22 +102,6 @@ def read(model: Any, batch: Batch, keep: Path | None = None) -> OasisCache:
     return base
 
 
-def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    """Logits `[rows, vocabulary]` after `ids`."""
-    passed = {cache_kwarg(model): cache}
-    out = model(input_ids=ids.to(model.device), logits_to_keep=1, use_cache=True, **passed)
-    return out.logits[:, -1]
-
-
-def dense_copy(model: Any, base: OasisCache) -> DynamicCache:
-    """The same contents in Transformers' own cache."""
-    copy = DynamicCache(config=model.config)
-    for number, layer in enumerate(base.layers):
-        k, v, _ = layer.history(layer.lengths.tolist())
-        copy.update(k, v, number)
-    return copy
-
-
 def decode(
     model: Any, tokenizer: Any, cache: Any, last: Tensor, limit: int
 ) -> tuple[list[str], int]:
@@ -164,14 +146,3 @@ def run_arm(
         length = base.get_seq_length()
         result["attended"] = attended(cache, range(length, length + steps))
     return result | {"seconds": round(time.perf_counter() - started, 2)}
-
-
-def attended(cache: OasisCache, lengths: range) -> float:
-    """Tokens attended to per KV head, the tail included, mean over the steps."""
-    config = cache.oasis_config
-    group = index_class(config.index).group_tokens(config.block_size)
-    total = 0
-    for length in lengths:
-        stored = max(0, length - config.recent_tokens) // group * group
-        total += min(config.budget, stored) + length + 1 - stored
-    return round(total / len(lengths), 1)

@@ -12,24 +12,18 @@ from __future__ import annotations
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import DynamicCache
 
-from oasis_hf.index import Index, index_class
-from oasis_hf.residency import Residency
-from oasis_kernels import backend
+from oasis_eval import replay as selection
+from oasis_eval.replay import Layer
+from oasis_eval.session import feed
+from oasis_hf.config import OasisConfig
 
 SOURCES = ("argparse.py", "ast.py", "bdb.py", "calendar.py")
-BLOCK, TAIL_GROUP = 16, 64
-OPS = backend("reference")
-Layer = tuple[Tensor, Tensor, float]
-"""Queries `[Hq, T, D]`, keys `[H, L, D]` and the factor of the logits."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,12 @@ class Choice:
         changed = {k: v for k, v in vars(self).items() if v != getattr(plain, k)}
         return ", ".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
 
+    @property
+    def config(self) -> OasisConfig:
+        """The same as options of a cache."""
+        miss = self.on_miss if self.on_miss in ("fetch", "skip") else float(self.on_miss)
+        return OasisConfig(**vars(self) | {"on_miss": miss})
+
 
 def choices(budgets: list[int], indexes: list[str]) -> list[Choice]:
     """What is compared: indexes, then one option after another of the default index."""
@@ -73,76 +73,16 @@ def code(tokenizer: Any, tokens: int) -> Tensor:
 
 def capture(model: Any, ids: Tensor, steps: int) -> list[Layer]:
     """Queries of the last `steps` tokens and keys of all, of every layer."""
-    found: dict[int, Layer] = {}
-
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any):
-        if query.shape[2] == steps:
-            scaling = kw.get("scaling") or module.scaling
-            found[module.layer_idx] = (query[0].float(), key[0].float(), scaling)
-        return sdpa_attention_forward(module, query, key, value, *args, **kw)
-
-    AttentionInterface.register("capture", attention)
-    AttentionMaskInterface.register("capture", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    before = model.config._attn_implementation
-    model.set_attn_implementation("capture")
     cache = DynamicCache(config=model.config)
-    pieces = [*ids[:, :-steps].split(512, 1), ids[:, -steps:]]
-    for piece in pieces:
-        model(input_ids=piece, past_key_values=cache, logits_to_keep=1)
-    model.set_attn_implementation(before)
-    return [found[number] for number in sorted(found)]
+    for piece in ids[:, :-steps].split(512, 1):
+        feed(model, cache, piece)
+    return selection.capture(model, cache, ids[:, -steps:])[1]
 
 
 def replay(layer: Layer, choice: Choice) -> tuple[float, float]:
     """Share of the attention that one layer's chosen blocks and tail hold, and of fetches."""
-    query, keys, scaling = layer
-    heads, length, _ = keys.shape
-    steps = query.shape[1]
-    rows = query.unflatten(0, (heads, -1)) * scaling
-    index = _index(choice, keys)
-    # The same tail for every index, that of the largest groups, so that only the choice differs.
-    group = TAIL_GROUP
-    wanted = choice.budget // BLOCK
-    slots = int(choice.head_room * wanted)
-    shape: Any = SimpleNamespace(kv_heads=heads, slots=slots)
-    residency = Residency(shape, 1, keys.device, OPS)
-    residency.ensure(index.capacity)
-    number = torch.arange(index.capacity)
-    above = {"fetch": float("-inf"), "skip": float("inf")}.get(choice.on_miss)
-    above = float(choice.on_miss) if above is None else above
-    cap = max(1, round(choice.fetch_cap * wanted))
-    held = fetched = 0.0
-    for step in range(steps):
-        now = length - steps + step + 1
-        stored = max(0, now - 1 - choice.recent_tokens) // group * group
-        logits = rows[:, :, step] @ keys[:, :now].transpose(-1, -2)
-        tail = torch.logsumexp(logits[..., stored:], -1)
-        committed = torch.tensor([stored // BLOCK])
-        score = index.score(rows[None, :, :, step], committed, tail[None])
-        sink = (number < committed) & (number < -(-choice.sink_tokens // BLOCK))
-        score = torch.where(sink, float("inf"), score)
-        if not step:
-            residency.step(score, slots, float("-inf"), 0)
-        plan = residency.step(score, wanted, above, cap)
-        share = logits.softmax(-1)
-        mass = share[..., :stored].unflatten(-1, (-1, BLOCK)).sum(-1).mean(1)
-        mass = torch.nn.functional.pad(mass, (0, index.capacity - mass.shape[-1]))
-        used = (plan.hits >= 0) | (plan.now >= 0)
-        held += (mass.gather(-1, plan.ids[0]) * used[0]).sum(-1).mean().item()
-        held += share[..., stored:].sum(-1).mean().item()
-        fetched += (plan.now >= 0).float().mean().item()
-    return held / steps, fetched / steps
-
-
-def _index(choice: Choice, keys: Tensor) -> Index:
-    """The index over all full groups of the keys."""
-    index = index_class(choice.index)(BLOCK, choice.budget // BLOCK, choice.reduction, OPS)
-    group = index.group_tokens(BLOCK)
-    full = keys.shape[1] // group
-    index.ensure(full * group // BLOCK)
-    index.allocate(1, keys.shape[0], keys[None])
-    index.write_range(slice(0, 1), 0, keys[None, :, : full * group].unflatten(2, (full, group)))
-    return index
+    found = selection.replay(layer, choice.config)
+    return found.mass.mean().item(), found.fetched.mean().item()
 
 
 @torch.inference_mode()

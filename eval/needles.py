@@ -25,10 +25,11 @@ import mass as attention_mass
 import torch
 import typer
 from arms import DENSE, Arm, plan, read, run_arm
-from haystack import LEAD_IN, Batch, Haystack, available, read_text
-from summary import describe, digest, source_name, summarise
+from haystack import LEAD_IN, Batch, Haystack
+from summary import describe, digest, summarise
 from transformers.utils import logging
 
+from oasis_eval.texts import available, read_text, source_name
 from oasis_hf.packaged import load, smollm2
 
 RESULTS = Path(__file__).parent / "results" / "needles.json"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from oasis_eval.texts import source_name
 from oasis_hf.index import INDEXES
 from oasis_kernels import backend
 
@@ -90,11 +91,6 @@ def _command() -> str:
         elif word != "--resume":
             words.append(source_name(word) if Path(word).is_absolute() else word)
     return " ".join(["python eval/needles.py", *words])
-
-
-def source_name(path: str) -> str:
-    """A text file by its name; R's database of novels by what it holds."""
-    return "austen" if path.endswith(".rdb") else Path(path).name
 
 
 def _device(device: torch.device) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .evaluate import evaluate, report
 from .models import models
 
 app = typer.Typer(
@@ -16,6 +17,8 @@ app = typer.Typer(
 )
 app.command()(models)
 app.command()(bench)
+app.command(name="eval")(evaluate)
+app.command()(report)
 
 
 @app.callback()

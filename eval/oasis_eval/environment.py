@@ -1,0 +1,57 @@
+"""Where and with what a run was made."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("oasis-hf", "torch", "transformers", "datasets", "evaluate", "numpy")
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Versions, machine and model as plain values."""
+    cuda = model.device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "model": Path(str(model.config._name_or_path)).name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if cuda else "cpu",
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def commit() -> str:
+    """The commit of the source, marked if files differ from it; "unknown" outside a checkout."""
+    folder = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def _version(package: str) -> str:
+    if package == "oasis-hf":
+        from oasis_hf import __version__
+
+        return __version__
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,165 @@
+"""The files of a finished run: summary.json, report.md and plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .run import Record, read_records
+from .summary import OVERALL, SELECTION, Cells, grouped, summarise
+
+
+def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
+    """What a run was made with, and its results.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+    """
+    about, log = folder / "config.json", folder / "samples.jsonl"
+    for file in (about, log):
+        if not file.exists():
+            raise FileNotFoundError(
+                f"{folder} holds no {file.name}; expected a folder that `oasis-hf eval` wrote"
+            )
+    return json.loads(about.read_text(encoding="utf-8")), read_records(log)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes the summary, the plots (where matplotlib is) and the report; returns the report."""
+    about, records = load_run(folder)
+    summary = summarise(records)
+    text = json.dumps({"about": about} | summary, indent=1)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    plots = _plots(folder, records, summary["scores"])
+    page = folder / "report.md"
+    page.write_text(render(about, records, summary, plots), encoding="utf-8")
+    return page
+
+
+def _plots(folder: Path, records: list[Record], cells: Cells) -> list[str]:
+    try:
+        from .plots import draw
+    except ImportError:
+        return []
+    return draw(folder, records, cells)
+
+
+def render(
+    about: dict[str, Any], records: list[Record], summary: dict[str, Any], plots: list[str]
+) -> str:
+    """The report in Markdown."""
+    parts = [f"# {about['model']}: sparse beside dense attention", note(about, records)]
+    for context, cells in grouped(summary["scores"], "context").items():
+        parts += [f"## {context:,} tokens", scores_table(cells)]
+        parts += ["Against dense attention, on the same samples:", changes_table(cells)]
+    if summary["fidelity"]:
+        parts += ["## Fidelity on real text, teacher-forced", fidelity_table(summary["fidelity"])]
+        parts.append(
+            "Loss and KL in nats per token. Agreement: share of the tokens whose most likely "
+            "successor is that of dense attention. Mass: share of the attention that the chosen "
+            "blocks and the tail hold, mean and worst layer. Recall: share of the truly best "
+            "blocks that were attended to, over layers, KV heads and steps."
+        )
+    parts += [f"![{Path(name).stem}]({name})" for name in plots]
+    return "\n\n".join(parts) + "\n"
+
+
+def note(about: dict[str, Any], records: list[Record]) -> str:
+    """Where and with what it was made, and how to read it."""
+    config = about["config"]
+    machine = about["device"] if about["device"] != "cpu" else f"{about['cpus']}-core CPU"
+    seconds = sum(record["seconds"] for record in records)
+    read = sum(
+        found[0]["reading"] for found in grouped(records, "task", "context", "number").values()
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    return (
+        f"{config['samples']} samples of each task and context, seed {config['seed']}, "
+        f"text '{about['text']}'. Prompts are "
+        "read densely and once; from their last token on every arm continues a copy of its own. "
+        "Scores are percent with 95 % bootstrap intervals over samples; an interval of no width "
+        "says that all samples scored the same, not that others would. INDEX/MISS/BUDGET names an "
+        f"arm, budgets in tokens per KV head. {about['dtype']}, {machine}, {about['threads']} "
+        f"threads, {seconds / 60:.1f} minutes of answers and {read / 60:.1f} of reading; "
+        f"{about['date']}, commit {about['commit']}, Python {about['python']}, {versions}."
+        + (f" Note: {about['note']}." if "note" in about else "")
+    )
+
+
+def scores_table(cells: Cells) -> str:
+    """Percent right with intervals: a row for each arm, a column for each task."""
+    tasks = list(grouped(cells, "task"))
+    rows = [
+        [f"`{arm}`", *(_estimate(_at(found, task)) for task in tasks)]
+        for arm, found in grouped(cells, "arm").items()
+    ]
+    return table(["arm", *tasks], rows)
+
+
+def changes_table(cells: Cells) -> str:
+    """Paired differences, what is equal to dense, and what moved; a row for each sparse arm."""
+    tasks = list(grouped(cells, "task"))
+    rows = []
+    for arm, found in grouped(cells, "arm").items():
+        if not any("change" in cell for cell in found):
+            continue
+        costs = found[-1]
+        same = [cell["same"] for cell in found if "same" in cell]
+        rows.append(
+            [
+                f"`{arm}`",
+                *(_change(_at(found, task)) for task in tasks),
+                f"{sum(same) / len(same):.0%}" if same else "",
+                *(f"{costs[name]:.1%}" for name in ("hit_rate", "fetched_now", "turnover")),
+                f"{costs['attended']:,.0f}",
+                f"{costs['bytes_per_step'] / 1e6:.2f} MB",
+            ]
+        )
+    header = ["arm", *tasks, "same answers", "hits", "fetched before", "turnover", "attended"]
+    return table([*header, "moved per step"], rows)
+
+
+def fidelity_table(cells: Cells) -> str:
+    """A row for each arm and context."""
+    header = ["context", "arm", "loss", "change of loss", "KL", "agreement", "first divergence"]
+    rows = []
+    for cell in cells:
+        change = cell.get("change")
+        row = [f"{cell['context']:,}", f"`{cell['arm']}`", f"{cell['mean']:.4f}"]
+        row.append(
+            f"{change['mean']:+.4f} ({change['low']:+.4f} to {change['high']:+.4f})"
+            if change
+            else ""
+        )
+        row += [f"{cell['kl']:.4f}", f"{cell['agreement']:.1%}"] if "kl" in cell else ["", ""]
+        row.append(f"{cell['first_divergence']:.0f}" if "first_divergence" in cell else "")
+        row += [f"{cell[name]:.3f}" if name in cell else "" for name in SELECTION]
+        rows.append(row)
+    return table([*header, "mass", "worst layer", "recall", "5th percentile", "minimum"], rows)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; every column after the first is aligned right."""
+    header = list(header)
+    rule = ["---" if place == 0 else "--:" for place in range(len(header))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def _at(cells: Cells, task: str) -> dict[str, Any] | None:
+    return next((cell for cell in cells if cell["task"] == task), None)
+
+
+def _estimate(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    text = f"{100 * cell['mean']:.0f} ({100 * cell['low']:.0f}-{100 * cell['high']:.0f})"
+    return f"**{text}**" if cell["task"] == OVERALL else text
+
+
+def _change(cell: dict[str, Any] | None) -> str:
+    if cell is None or "change" not in cell:
+        return ""
+    change = {name: 100 * cell["change"][name] for name in ("mean", "low", "high")}
+    return "{mean:+.0f} ({low:+.0f} to {high:+.0f})".format(**change)
