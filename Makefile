@@ -88,11 +88,11 @@ $(VENV)/.demo: pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[demo,dev]" "transformers==$(TRANSFORMERS_OLDEST)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[demo,eval,dev]" "transformers==$(TRANSFORMERS_OLDEST)"
 	touch $@
 
 $(NEWEST)/.dev: pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install $(PIP_FLAGS) "$(TORCH)"
-	$(NEWEST)/bin/python -m pip install $(PIP_FLAGS) --upgrade -e ".[demo,dev]" "transformers>=5.17,<6"
+	$(NEWEST)/bin/python -m pip install $(PIP_FLAGS) --upgrade -e ".[demo,eval,dev]" "transformers>=5.17,<6"
 	touch $@
