@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .lookahead import lookahead
 from .models import models
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(models)
 app.command()(bench)
+app.command()(lookahead)
 
 
 @app.callback()

@@ -1,0 +1,175 @@
+"""`oasis-hf lookahead`: which predictor has wanted blocks resident in time, beside LRU alone."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..lab import Recording
+    from ..lab.session import Setup
+
+SHOWN_CAP = 0.05
+
+
+def lookahead(
+    texts: Annotated[str, typer.Option(help="Some of prose, code, needles.")] = "prose,code",
+    runs: Annotated[
+        str,
+        typer.Option(
+            help="Generations: one token a step with a probe row that is the right token (right), "
+            "one of the first layers (exit-probe), or the right one over a working set (sparse); "
+            "verifications of prompt lookup (lookup) or of the first layers' drafts (exit)."
+        ),
+    ] = "right,exit-probe,sparse,lookup,exit",
+    predictors: Annotated[
+        str, typer.Option(help="Beside lru and oracle; '+' joins two.")
+    ] = "last,rows,past,ngram,draft,layer,draft+layer",
+    indexes: Annotated[str, typer.Option(help="The first is swept over.")] = "keys2bit,minmax",
+    budgets: Annotated[str, typer.Option(help="Tokens attended to per KV head.")] = "512,2048",
+    context: Annotated[int, typer.Option(help="Tokens read before.", min=64)] = 6144,
+    tokens: Annotated[int, typer.Option(help="Tokens decoded.", min=3)] = 96,
+    drafts: Annotated[int, typer.Option(help="Drafts per verification at most.", min=1)] = 5,
+    exit_layers: Annotated[int, typer.Option(help="Layers of an early exit.", min=1)] = 28,
+    greedy: Annotated[
+        bool, typer.Option(help="Decode what the model says instead of what the text does.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="A Hub id or a folder; the packaged SmolLM2 by default.")
+    ] = "",
+    recordings: Annotated[
+        Path | None, typer.Option(help="Folder of recordings, used again where they fit.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the needles.")] = 0,
+) -> None:
+    """Record a model's queries and keys on real text once; replay what would have been resident.
+
+    Recall is the share of the blocks that the index wants in a step which are resident when it
+    begins, at the same number of slots for every predictor.
+    """
+    from rich.console import Console
+
+    from ..lab import Grid, measure
+    from ..lab.session import Setup
+    from ..packaged import cache_home
+
+    console = Console()
+    folder = recordings or cache_home() / "lookahead"
+    grid = Grid(
+        predictors=tuple(_words(predictors)),
+        indexes=tuple(_words(indexes)),
+        budgets=tuple(int(word) for word in _words(budgets)),
+    )
+    rows: list[dict[str, Any]] = []
+    about: list[dict[str, Any]] = []
+    try:
+        for text in _words(texts):
+            setup = Setup(
+                text,
+                context,
+                tokens,
+                drafts,
+                exit_layers,
+                sparse_budget=grid.budgets[0],
+                greedy=greedy,
+                seed=seed,
+            )
+            recording = _recording(setup, tuple(_words(runs)), model, folder, console)
+            about.append(recording.about)
+            rows += measure(recording, grid, console.log)
+    except ValueError as error:
+        typer.secho(f"oasis-hf lookahead: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+    _print(rows, console)
+    if out is not None:
+        report = {"about": _environment() | {"recordings": about}, "rows": rows}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _recording(
+    setup: Setup, runs: tuple[str, ...], model: str, folder: Path, console: Console
+) -> Recording:
+    """A recording of this setup with these runs: from its file, or made now and saved."""
+    from transformers.utils import logging
+
+    from ..lab import Recording
+    from ..lab.session import record
+    from ..packaged import load, smollm2
+
+    words = [setup.name, str(setup.context), str(setup.following), *runs]
+    path = folder / f"{'-'.join(words).replace(', ', '-')}.safetensors"
+    source = model or smollm2()
+    wanted = vars(setup) | {"text": setup.name, "model": Path(str(source)).name}
+    if path.is_file():
+        recording = Recording.load(path)
+        if recording.about | wanted == recording.about and set(recording.runs) == set(runs):
+            return recording
+    import torch
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    llm, tokenizer = load(source, dtype=torch.float32, device_map="cpu")
+    recording = record(llm, tokenizer, setup, runs, console.log)
+    recording.save(path)
+    return recording
+
+
+def _environment() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    words = [word if not Path(word).is_absolute() else Path(word).name for word in sys.argv[1:]]
+    return {
+        "command": shlex.join(["oasis-hf", *words]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        **{name.replace("-", "_"): version(name) for name in ("torch", "transformers")},
+    }
+
+
+def _print(rows: Iterable[dict[str, Any]], console: Console) -> None:
+    """Predictors at equal slots, where misses are fetched; one table per text, run and budget."""
+    from rich import box
+    from rich.table import Table
+
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        default = row["head_room"] == 2.0 and row["on_miss"] == "fetch"
+        if default and row["fetch_cap"] in (None, SHOWN_CAP):
+            key = tuple(row[name] for name in ("text", "run", "index", "budget"))
+            groups.setdefault(key, []).append(row)
+    for (text, run, index, budget), found in groups.items():
+        table = Table(box=box.SIMPLE_HEAD, title=f"{text}, {run}, {index}, budget {budget:,}")
+        for name in ("predictor", "cap"):
+            table.add_column(name)
+        for name in ("recall", "5 %", "least", "over lru", "true", "mass", "used", "kB/token"):
+            table.add_column(name, justify="right")
+        for row in found:
+            mean, low, high = (100 * part for part in row.get("over_lru", (0, 0, 0)))
+            used = row["precision"]
+            table.add_row(
+                row["predictor"],
+                "" if row["fetch_cap"] is None else f"{row['fetch_cap']:g}",
+                *(f"{row[name]:.1%}" for name in ("recall", "recall_p5", "recall_min")),
+                f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]",
+                f"{row['recall_true']:.1%}",
+                f"{row['mass']:.1%}",
+                "" if used is None else f"{used:.0%}",
+                f"{(row['ahead_bytes'] + row['now_bytes'] + row['behind_bytes']) / 1e3:,.0f}",
+            )
+        console.print(table)
