@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import dense_cache, tiny_model
+from helpers import build_model, dense_cache, tiny_model
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -48,17 +48,17 @@ def recording() -> Recording:
     return Recording(keys, scaling, {"text": "phrases"}, runs)
 
 
-class Blind(Predictor):
-    """Noise, whatever the queries."""
+class Wrong(Predictor):
+    """The blocks that the next round wants least."""
 
-    name = "blind"
+    name = "wrong"
 
     def score(self, rounds: Rounds) -> Tensor:
-        return torch.rand(rounds.following.shape, generator=torch.Generator().manual_seed(0))
+        return torch.where(rounds.following.isfinite(), -rounds.following, float("-inf"))
 
 
 def scores_of(recording: Recording, run: str, index: str = "keys2bit") -> Scores:
-    names = {name: predictor(name) for name in [*PREDICTORS, "last+layer"]} | {"blind": Blind()}
+    names = {name: predictor(name) for name in [*PREDICTORS, "last+layer"]} | {"wrong": Wrong()}
     return score(recording, recording.runs[run], index, names, LAYOUT)
 
 
@@ -106,10 +106,13 @@ def test_the_oracle_misses_nothing_without_a_cap(
     recording: Recording, run: str, index: str
 ) -> None:
     options = Options("oracle", BUDGET, fetch_cap=None)
-    outcome = replay(scores_of(recording, run, index), options)
+    scores = scores_of(recording, run, index)
+    outcome = replay(scores, options)
     assert outcome.recall.min() == 1
     assert outcome.now.sum() == 0
-    assert torch.equal(outcome.used[1:], outcome.ahead[1:]), "it fetched what nobody wanted"
+    # Groups that leave the tail may be wanted instead of a block that was fetched.
+    quiet = torch.cat([torch.tensor([False]), scores.committed.diff() == 0])
+    assert torch.equal(outcome.used[quiet], outcome.ahead[quiet])
 
 
 def test_a_right_probe_row_is_the_oracle(recording: Recording) -> None:
@@ -129,13 +132,13 @@ def test_lru_moves_nothing_ahead_and_a_cap_bounds_what_does(recording: Recording
 
 def test_a_broken_predictor_is_worse_than_none(recording: Recording) -> None:
     scores = scores_of(recording, "right")
-    blind, alone, oracle = (
-        replay(scores, Options(name, BUDGET, fetch_cap=None)) for name in ("blind", "lru", "oracle")
+    wrong, alone, oracle = (
+        replay(scores, Options(name, BUDGET, fetch_cap=None)) for name in ("wrong", "lru", "oracle")
     )
-    assert blind.recall.mean() < alone.recall.mean() - 0.05
-    assert alone.recall.mean() < oracle.recall.mean()
-    assert blind.used.sum() < 0.6 * blind.ahead.sum()
-    assert blind.mass.mean() < alone.mass.mean() < oracle.mass.mean()
+    assert wrong.recall.mean() < alone.recall.mean() - 0.05
+    assert alone.recall.mean() < oracle.recall.mean() - 0.05
+    assert wrong.used.sum() < 0.1 * wrong.ahead.sum()
+    assert wrong.mass.mean() < alone.mass.mean() < oracle.mass.mean()
 
 
 @pytest.mark.parametrize("name", [*PREDICTORS, "last+layer"])
@@ -169,12 +172,17 @@ def test_rejected_rows_leave_no_keys_behind(recording: Recording) -> None:
     torch.testing.assert_close(*kept, atol=1e-4, rtol=1e-4)
 
 
-def test_the_layer_before_gives_nearly_the_query(recording: Recording) -> None:
-    run = recording.runs["right"]
-    assert run.peek.shape == run.query.shape
+def test_a_layer_that_adds_nothing_is_seen_through() -> None:
+    model, ids = build_model("Qwen3", {"num_hidden_layers": 3}), text(60)
+    first = model.model.layers[0]
+    for module in (first.self_attn.o_proj, first.mlp.down_proj):
+        torch.nn.init.zeros_(module.weight)
+    cache = dense_cache(model)
+    read(model, ids[:48], cache)
+    run = generate(model, ids, 48, cache)
     assert run.peek[0].count_nonzero() == 0
-    similar = torch.cosine_similarity(run.peek[1:], run.query[1:], dim=-1)
-    assert similar.mean() > 0.3
+    torch.testing.assert_close(run.peek[1], run.query[1])
+    assert not torch.allclose(run.peek[2], run.query[2], atol=0.1)
 
 
 def test_a_saved_recording_replays_the_same(recording: Recording, tmp_path: Path) -> None:
@@ -227,6 +235,7 @@ def test_a_grid_has_every_predictor_beside_lru(recording: Recording) -> None:
     only = replace(recording, runs={"right": recording.runs["right"]})
     rows = list(measure(only, grid))
     assert {row["predictor"] for row in rows} == {"lru", "layer", "oracle"}
+    assert not any("draft" in x.predictor for x in grid.options("", recording.runs["lookup"], ""))
     assert {row["fetch_cap"] for row in rows if row["predictor"] == "layer"} >= {0.01, 0.2, None}
     for row in rows:
         low, high = row["over_lru"][1:]

@@ -34,7 +34,7 @@ def lookahead(
     ] = "right,exit-probe,sparse,lookup,exit",
     predictors: Annotated[
         str, typer.Option(help="Beside lru and oracle; '+' joins two.")
-    ] = "last,rows,past,ngram,draft,layer,draft+layer",
+    ] = "last,rows,past,ngram,draft,layer,last+layer,draft+layer",
     indexes: Annotated[str, typer.Option(help="The first is swept over.")] = "keys2bit,minmax",
     budgets: Annotated[str, typer.Option(help="Tokens attended to per KV head.")] = "512,2048",
     context: Annotated[int, typer.Option(help="Tokens read before.", min=64)] = 6144,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..lookahead import predictor
-from .recording import Recording
+from .recording import Recording, Run
 from .replay import LRU, Options, Outcome, replay
 from .scores import Scores, score
 
@@ -20,6 +20,10 @@ BOOTSTRAPS, BOOTSTRAP_BLOCK = 2000, 8
 """Resamples of an interval, and rounds in a row that are drawn together: neighbours are alike."""
 CAPS = (0.01, 0.02, 0.05, 0.10, 0.20, None)
 ORACLE = "oracle"
+DEFAULT_PREDICTORS = (
+    *("last", "rows", "past", "ngram", "draft", "layer"),
+    *("last+layer", "draft+layer"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Grid:
         head_rooms, caps, policies: what they are changed to.
     """
 
-    predictors: tuple[str, ...] = ("last", "rows", "past", "ngram", "draft", "layer", "draft+layer")
+    predictors: tuple[str, ...] = DEFAULT_PREDICTORS
     indexes: tuple[str, ...] = ("keys2bit", "minmax")
     budgets: tuple[int, ...] = (512, 2048)
     swept: tuple[str, ...] = ("draft", "layer")
@@ -44,24 +48,37 @@ class Grid:
     caps: tuple[float | None, ...] = CAPS
     policies: tuple[str | float, ...] = ("skip", 0.01)
 
-    def options(self, run: str, index: str) -> list[Options]:
+    def options(self, name: str, run: Run, index: str) -> list[Options]:
         """Predictors at the default cap and without; then one change of an option at a time."""
         found = []
+        predictors, swept_predictors = (
+            [predictor for predictor in named if _differs(predictor, run)]
+            for named in (self.predictors, self.swept)
+        )
         for budget in self.budgets:
             base = Options(budget=budget)
             found += [
                 replace(base, predictor=name, fetch_cap=cap)
-                for name in (LRU, *self.predictors, ORACLE)
+                for name in (LRU, *predictors, ORACLE)
                 for cap in (base.fetch_cap, None)
             ]
-            if index != self.indexes[0] or run not in self.swept_runs:
+            if index != self.indexes[0] or name not in self.swept_runs:
                 continue
-            swept = [replace(base, predictor=name) for name in self.swept]
+            swept = [replace(base, predictor=name) for name in swept_predictors]
             beside = [base, *swept, replace(base, predictor=ORACLE)]
             found += [replace(x, fetch_cap=cap) for x in swept for cap in self.caps]
             found += [replace(x, head_room=room) for x in beside for room in self.head_rooms]
             found += [replace(x, on_miss=miss) for x in beside for miss in self.policies]
         return list(dict.fromkeys(found))
+
+
+def _differs(name: str, run: Run) -> bool:
+    """Whether a predictor differs from "last": without probes or drafts, some do not."""
+    if "draft" in name:
+        return bool((run.probes > 0).any())
+    if "rows" in name or "past" in name:
+        return bool((run.rows > 1).any())
+    return True
 
 
 def measure(
@@ -77,7 +94,9 @@ def measure(
             shared = {"text": recording.about["text"], "run": run_name, "index": index}
             shared |= {"rounds": len(run.rows), "tokens": run.tokens}
             shared |= {"acceptance": round(run.acceptance, 4)}
-            yield from (shared | row for row in _replays(scores, grid.options(run_name, index)))
+            yield from (
+                shared | row for row in _replays(scores, grid.options(run_name, run, index))
+            )
 
 
 def _replays(scores: Scores, options: list[Options]) -> Iterator[dict[str, Any]]:
@@ -92,7 +111,10 @@ def _replays(scores: Scores, options: list[Options]) -> Iterator[dict[str, Any]]
         alone = replace(chosen, predictor=LRU)
         if alone not in outcomes:
             alone = replace(alone, fetch_cap=None)
-        yield asdict(chosen) | summarise(scores, outcome, outcomes.get(alone))
+        record = asdict(chosen) | summarise(scores, outcome, outcomes.get(alone))
+        if (chosen.head_room, chosen.on_miss) != (Options.head_room, Options.on_miss):
+            del record["recall_by_layer"]
+        yield record
 
 
 def summarise(scores: Scores, outcome: Outcome, alone: Outcome | None) -> dict[str, Any]:
