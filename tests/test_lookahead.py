@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from oasis_hf import OasisCache
 from oasis_hf.cli import app
 from oasis_hf.lab import Grid, Options, Recording, Run, Scores, measure, replay, score
-from oasis_hf.lab.drafts import early_exit, find_match, prompt_lookup
+from oasis_hf.lab.drafts import early_exit, find_match, prompt_lookup, right
 from oasis_hf.lab.grid import interval
-from oasis_hf.lab.record import generate, read
+from oasis_hf.lab.record import generate, generate_at_once, read, rounds_of
 from oasis_hf.lab.scores import Layout
+from oasis_hf.lab.session import adopt
 from oasis_hf.lookahead import PREDICTORS, Predictor, Rounds, predictor
 
 CONTEXT, FOLLOWING, BUDGET = 600, 80, 128
@@ -31,21 +32,28 @@ def text(length: int = CONTEXT + FOLLOWING) -> list[int]:
     return phrases[order].flatten()[:length].tolist()
 
 
-def right(known: list[int]) -> list[int]:
-    """The next token of the text."""
-    return text()[len(known) : len(known) + 1]
-
-
 @pytest.fixture(scope="module")
 def recording() -> Recording:
     """Two generations over one dense context: one token a step, and verifications."""
     model, ids = tiny_model("llama"), text()
     cache = dense_cache(model)
     keys, scaling = read(model, ids[:CONTEXT], cache)
-    runs = {"right": generate(model, ids, CONTEXT, cache, probe=right)}
-    cache.crop(CONTEXT - cache.get_seq_length())
-    runs["lookup"] = generate(model, ids, CONTEXT, cache, draft=prompt_lookup(4))
-    return Recording(keys, scaling, {"text": "phrases"}, runs)
+    values = torch.stack([layer.values[0] for layer in cache.layers])
+    kinds = {"right": {"probe": right(ids)}, "lookup": {"draft": prompt_lookup(4)}}
+    runs = {
+        name: generate_at_once(model, ids, CONTEXT, rounds_of(ids, CONTEXT, **kind), cache)
+        for name, kind in kinds.items()
+    }
+    return Recording(keys, values, scaling, {"text": "phrases"}, runs)
+
+
+def test_all_rounds_at_once_are_the_rounds_one_by_one(recording: Recording) -> None:
+    model, ids = tiny_model("llama"), text()
+    cache = dense_cache(model)
+    read(model, ids[:CONTEXT], cache)
+    run = generate(model, ids, rounds_of(ids, CONTEXT, prompt_lookup(4)), cache)
+    for name, part in vars(run).items():
+        torch.testing.assert_close(getattr(recording.runs["lookup"], name), part, msg=name)
 
 
 class Wrong(Predictor):
@@ -80,8 +88,9 @@ def test_the_replay_ends_with_the_residents_of_a_real_cache(
     if verifies:
         cache.activate_past_recording()
     keys, scaling = read(model, ids[:CONTEXT], cache)
-    run = generate(model, ids, CONTEXT, cache, prompt_lookup(4) if verifies else None)
-    recording = Recording(keys, scaling, {}, {"real": run})
+    rounds = rounds_of(ids, CONTEXT, prompt_lookup(4) if verifies else None)
+    run = generate(model, ids, rounds, cache)
+    recording = Recording(keys, keys, scaling, {}, {"real": run})
     scores = score(recording, run, index, {}, LAYOUT)
     outcome = replay(scores, Options(budget=BUDGET, on_miss=on_miss))
     assert int(scores.committed[-1]) > scores.before, "no group left the tail"
@@ -179,7 +188,7 @@ def test_a_layer_that_adds_nothing_is_seen_through() -> None:
         torch.nn.init.zeros_(module.weight)
     cache = dense_cache(model)
     read(model, ids[:48], cache)
-    run = generate(model, ids, 48, cache)
+    run = generate(model, ids, rounds_of(ids, 48), cache)
     assert run.peek[0].count_nonzero() == 0
     torch.testing.assert_close(run.peek[1], run.query[1])
     assert not torch.allclose(run.peek[2], run.query[2], atol=0.1)
@@ -198,24 +207,46 @@ def test_a_saved_recording_replays_the_same(recording: Recording, tmp_path: Path
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({"keys": torch.zeros(1)}, tmp_path / "x.safetensors")
+    save_file({"anything": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match="expected a recording"):
         Recording.load(tmp_path / "x.safetensors")
 
 
-def test_drafts() -> None:
+def test_prompt_lookup_follows_the_latest_match() -> None:
     assert find_match([1, 2, 3, 9, 1, 2, 3]) == 3
     assert find_match([1, 2, 3]) == -1
     assert prompt_lookup(2)([5, 6, 7, 8, 5, 6]) == [7, 8]
+
+
+@torch.no_grad()
+def test_an_early_exit_of_all_layers_drafts_what_the_model_says() -> None:
     model, ids = tiny_model("llama"), text(40)
     cache = dense_cache(model)
-    read(model, ids[:39], cache)
-    whole = early_exit(model, cache, 2, 3)(ids)
-    first = early_exit(model, cache, 1, 3)(ids)
-    assert [layer.get_seq_length() for layer in cache.layers] == [39, 39]
-    assert len(whole) == len(first) == 3
-    logits = model(input_ids=torch.tensor([ids[39:]]), past_key_values=cache).logits
-    assert whole[0] == int(logits[0, -1].argmax())
+    read(model, ids[:30], cache)
+    drafts = [early_exit(model, cache, ids, 30, layers, 3) for layers in (2, 1)]
+    assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
+    assert model.config.num_hidden_layers == 2
+    for length in (31, 36):
+        whole, first = (draft(ids[:length]) for draft in drafts)
+        greedy = model.generate(torch.tensor([ids[:length]]), max_new_tokens=3, do_sample=False)
+        assert whole == greedy[0, length:].tolist()
+        assert len(first) == 3
+
+
+@torch.no_grad()
+def test_a_dense_context_is_adopted_as_a_prompt_before_drafts() -> None:
+    model, ids = tiny_model("llama"), text()
+    dense, options = dense_cache(model), {"budget": BUDGET, "max_rows": 8, "recent_tokens": 8}
+    read(model, ids[:CONTEXT], dense)
+    adopted, real = OasisCache(model, **options), OasisCache(model, **options)
+    adopt(adopted, dense)
+    real.activate_past_recording()
+    read(model, ids[:CONTEXT], real)
+    rounds = list(rounds_of(ids, CONTEXT, probe=right(ids)))[:12]
+    first, second = (generate(model, ids, rounds, cache) for cache in (adopted, real))
+    for name, part in vars(first).items():
+        torch.testing.assert_close(part, getattr(second, name), msg=name)
+    assert adopted.stats().steps == real.stats().steps > 0
 
 
 def test_unknown_predictors_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import platform
@@ -112,22 +113,29 @@ def _recording(
     from ..lab.session import record
     from ..packaged import load, smollm2
 
-    words = [setup.name, str(setup.context), str(setup.following), *runs]
-    path = folder / f"{'-'.join(words).replace(', ', '-')}.safetensors"
+    path = folder / f"{setup.name.replace(', ', '-')}-{setup.context}.safetensors"
     source = model or smollm2()
     wanted = vars(setup) | {"text": setup.name, "model": Path(str(source)).name}
-    if path.is_file():
-        recording = Recording.load(path)
-        if recording.about | wanted == recording.about and set(recording.runs) == set(runs):
-            return recording
+    recording = Recording.load(path) if path.is_file() else None
+    if recording is not None and recording.about | wanted != recording.about:
+        recording = None
+    if recording is not None and set(runs) <= set(recording.runs):
+        return _only(recording, runs)
     import torch
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     llm, tokenizer = load(source, dtype=torch.float32, device_map="cpu")
-    recording = record(llm, tokenizer, setup, runs, console.log)
-    recording.save(path)
-    return recording
+    for so_far in record(llm, tokenizer, setup, runs, recording, console.log):
+        so_far.save(path)
+        recording = so_far
+    assert recording is not None
+    return _only(recording, runs)
+
+
+def _only(recording: Recording, runs: tuple[str, ...]) -> Recording:
+    """The recording with these runs, in this order."""
+    return dataclasses.replace(recording, runs={name: recording.runs[name] for name in runs})
 
 
 def _environment() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from .tree import Tree
 
 Drafter = Callable[[list[int]], list[int]]
 """From all committed tokens to drafts of the next ones."""
@@ -33,29 +33,39 @@ def prompt_lookup(count: int) -> Drafter:
     return draft
 
 
-def early_exit(model: Any, cache: Any, layers: int, count: int) -> Drafter:
+def right(ids: list[int]) -> Drafter:
+    """The next token of a text that is known."""
+    return lambda known: ids[len(known) : len(known) + 1]
+
+
+def early_exit(
+    model: Any, cache: Any, ids: list[int], context: int, layers: int, count: int
+) -> Drafter:
     """`count` greedy tokens of the model's first layers, as `assistant_early_exit` drafts them.
+
+    All drafts of a known text are made at once, a level of a tree at a time.
 
     Args:
         model: a causal language model of Transformers.
-        cache: a `DynamicCache` that holds all committed tokens but the newest.
+        cache: a `DynamicCache` that holds the context.
+        ids: the context and its continuation.
+        context: tokens of the context.
         layers: how many of its layers draft.
-        count: drafts.
+        count: drafts after each token.
     """
+    tree = Tree(context)
+    trunk = tree.extend(ids[context:-1], -1)
+    tips = list(trunk)
+    drafts: list[list[int]] = [[] for _ in trunk]
     config = model.get_decoder().config
-
-    def draft(ids: list[int]) -> list[int]:
-        depth, drafts = config.num_hidden_layers, [ids[-1]]
-        config.num_hidden_layers = layers
-        try:
-            for _ in range(count):
-                newest = torch.tensor([drafts[-1:]], device=model.device)
-                logits = model(input_ids=newest, past_key_values=cache).logits
-                drafts.append(int(logits[0, -1].argmax()))
-        finally:
-            config.num_hidden_layers = depth
-        for layer in cache.layers[:layers]:
-            layer.crop(-count)
-        return drafts[1:]
-
-    return draft
+    depth = config.num_hidden_layers
+    config.num_hidden_layers = layers
+    try:
+        for _ in range(count):
+            best = tree.forward(model, cache).logits[0].argmax(-1).tolist()
+            for place, tip in enumerate(tips):
+                drafts[place].append(best[tip])
+                tips[place] = tree.add(best[tip], tip)
+    finally:
+        config.num_hidden_layers = depth
+    return lambda known: drafts[len(known) - context - 1]

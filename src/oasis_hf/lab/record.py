@@ -1,9 +1,10 @@
-"""Records a real generation: reads a context once, then feeds rounds of rows and keeps Q and K."""
+"""Records a real generation: reads a context, then feeds rounds of rows and keeps Q and K."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import AttentionInterface
 from ..attention import NAME, oasis_attention, register
 from .drafts import Drafter, find_match
 from .recording import Run, stack_rounds
+from .tree import Tree
 
 
 class Capture:
@@ -48,18 +50,21 @@ class Capture:
         """Forget the forward before."""
         self.query, self.key, self._inputs = {}, {}, []
 
-    def peek(self) -> list[Tensor]:
-        """Queries `[Hq, T, D]` that each layer makes of the state before the previous layer."""
-        real, self._peeking = self.query, True
-        self.query = {}
+    def taken(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[L, Hq, T, D]`, keys `[L, H, T, D]`, and queries of the layer before.
+
+        These are what a layer's projection makes of the hidden state before the previous layer.
+        """
+        query, self.query, self._peeking = self.query, {0: torch.zeros_like(self.query[0])}, True
         try:
             for layer, (hidden, rope) in zip(self.layers[1:], self._inputs, strict=False):
                 normed = layer.input_layernorm(hidden)
                 layer.self_attn(normed, position_embeddings=rope, attention_mask=None)
-            found = [torch.zeros_like(real[0]), *(self.query[n] for n in sorted(self.query))]
+            parts = (query, self.key, self.query)
+            one, two, three = (torch.stack([part[n] for n in sorted(part)]) for part in parts)
+            return one, two, three
         finally:
-            self.query, self._peeking = real, False
-        return found
+            self._peeking = False
 
     def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -87,52 +92,88 @@ def read(model: Any, ids: list[int], cache: Any) -> tuple[Tensor, float]:
     return torch.stack([capture.key[n] for n in sorted(capture.key)]), capture.scaling
 
 
-@torch.inference_mode()
-def generate(
-    model: Any,
-    ids: list[int],
-    context: int,
-    cache: Any,
-    draft: Drafter | None = None,
-    probe: Drafter | None = None,
-    rounds: int | None = None,
-) -> Run:
+@dataclass(frozen=True)
+class Round:
+    """One step or verification: rows are the newest committed token, drafts, then probes."""
+
+    start: int
+    accepted: int
+    drafts: list[int]
+    probes: list[int]
+    match: int
+
+
+def rounds_of(
+    ids: list[int], context: int, draft: Drafter | None = None, probe: Drafter | None = None
+) -> Iterator[Round]:
     """Rounds over a text that is known: what the text does not say next is rejected.
 
     Args:
-        model: a causal language model with attention "oasis".
         ids: the context and its continuation.
-        context: tokens of it that `cache` holds.
-        cache: any cache; it holds all committed tokens afterwards.
+        context: tokens that are read before.
         draft: proposes rows to verify, or None for one token a step.
         probe: proposes rows that only look ahead, or None.
-        rounds: most rounds; by default until the continuation ends.
     """
-    found: dict[str, list[Any]] = {name: [] for name in Run.__dataclass_fields__}
     done = context
+    while len(ids) - done > 1:
+        known = ids[: done + 1]
+        drafts = draft(known) if draft else []
+        accepted = _common(drafts, ids[done + 1 : -1])
+        start, done = done, done + accepted + 1
+        yield Round(
+            start, accepted, drafts, probe(known) if probe else [], find_match(ids[: done + 1])
+        )
+
+
+@torch.inference_mode()
+def generate(model: Any, ids: list[int], rounds: Iterable[Round], cache: Any) -> Run:
+    """Feed one round after the other to any cache, which holds all committed tokens afterwards."""
+    rounds, found = list(rounds), []
     with Capture(model)() as capture:
-        while len(ids) - done > 1 and (rounds is None or len(found["start"]) < rounds):
+        for turn in rounds:
             capture.start()
-            known = ids[: done + 1]
-            drafts = draft(known) if draft else []
-            probes = probe(known) if probe else []
-            accepted = _common(drafts, ids[done + 1 : -1])
-            rows = [ids[done], *drafts, *probes]
-            capture.start()
+            rows = [ids[turn.start], *turn.drafts, *turn.probes]
             given = torch.tensor([rows], device=model.device)
             # All logits, as in a verification: asking for the last one alone means a prompt.
             model(input_ids=given, past_key_values=cache)
-            for name, parts in (("query", capture.query), ("key", capture.key)):
-                found[name].append(torch.stack([parts[n] for n in sorted(parts)]))
-            found["peek"].append(torch.stack(capture.peek()))
-            cache.crop(-(len(rows) - 1 - accepted))
-            counts = {"start": done, "rows": 1 + len(drafts), "accepted": accepted}
-            done += accepted + 1
-            counts |= {"probes": len(probes), "match": find_match(ids[: done + 1])}
-            for name, count in counts.items():
-                found[name].append(count)
-    tensors = {name: stack_rounds(found.pop(name)) for name in ("query", "key", "peek")}
-    return Run(**tensors, **{name: torch.tensor(counts) for name, counts in found.items()})
+            found.append(capture.taken())
+            cache.crop(-(len(rows) - 1 - turn.accepted))
+    return _run(rounds, *(stack_rounds(list(part)) for part in zip(*found, strict=True)))
+
+
+@torch.inference_mode()
+def generate_at_once(
+    model: Any, ids: list[int], context: int, rounds: Iterable[Round], cache: Any
+) -> Run:
+    """All rounds in one forward over a `DynamicCache` of the context, which is left as it was.
+
+    The text is known and attention is dense, so a row sees what it would see in its own round: the
+    committed tokens before it, and its own round's drafts.
+    """
+    rounds, tree = list(rounds), Tree(context)
+    trunk = tree.extend(ids[context:-1], -1)
+    places = []
+    for turn in rounds:
+        first = turn.start - context
+        kept = trunk[first : first + turn.accepted + 1]
+        places.append(kept + tree.extend([*turn.drafts[turn.accepted :], *turn.probes], kept[-1]))
+    with Capture(model)() as capture:
+        tree.forward(model, cache)
+        taken = capture.taken()
+    return _run(rounds, *(stack_rounds([part[:, :, row] for row in places]) for part in taken))
+
+
+def _run(rounds: list[Round], query: Tensor, key: Tensor, peek: Tensor) -> Run:
+    return Run(
+        query=query,
+        key=key,
+        peek=peek,
+        start=torch.tensor([turn.start for turn in rounds]),
+        rows=torch.tensor([1 + len(turn.drafts) for turn in rounds]),
+        accepted=torch.tensor([turn.accepted for turn in rounds]),
+        probes=torch.tensor([len(turn.probes) for turn in rounds]),
+        match=torch.tensor([turn.match for turn in rounds]),
+    )
 
 
 def _common(drafts: list[int], text: list[int]) -> int:

@@ -55,19 +55,21 @@ class Recording:
 
     Attributes:
         keys: `[L, H, C, D]` keys of the context.
+        values: `[L, H, C, D]` its values, from which further runs can start.
         scaling: factor of the logits.
         about: where and with what it was made; plain values.
         runs: generations by name.
     """
 
     keys: Tensor
+    values: Tensor
     scaling: float
     about: dict[str, Any]
     runs: dict[str, Run] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write one safetensors file; an interrupted write leaves no file."""
-        tensors = {"keys": self.keys.contiguous()}
+        tensors = {"keys": self.keys.contiguous(), "values": self.values.contiguous()}
         for name, run in self.runs.items():
             for part in fields(Run):
                 tensors[f"{name}/{part.name}"] = getattr(run, part.name).contiguous()
@@ -89,13 +91,13 @@ class Recording:
             if "lookahead" not in metadata:
                 raise ValueError(f"{path}: got another kind of file, expected a recording")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        keys = tensors.pop("keys")
+        keys, values = tensors.pop("keys"), tensors.pop("values")
         parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             run, part = name.rsplit("/", 1)
             parts.setdefault(run, {})[part] = tensor
         runs = {name: Run(**found) for name, found in parts.items()}
-        return cls(keys=keys, runs=runs, **json.loads(metadata["lookahead"]))
+        return cls(keys=keys, values=values, runs=runs, **json.loads(metadata["lookahead"]))
 
 
 def stack_rounds(rounds: list[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import transformers
 from transformers import DynamicCache
 
 from ..cache import OasisCache
-from .drafts import Drafter, early_exit, prompt_lookup
-from .record import generate, read
+from .drafts import Drafter, early_exit, prompt_lookup, right
+from .record import generate, generate_at_once, read, rounds_of
 from .recording import Recording, Run
 from .texts import text_ids
 
@@ -55,8 +55,9 @@ def record(
     tokenizer: Any,
     setup: Setup,
     runs: tuple[str, ...] = RUNS,
+    earlier: Recording | None = None,
     progress: Callable[[str], None] = lambda text: None,
-) -> Recording:
+) -> Iterator[Recording]:
     """Read a text densely, then decode its continuation once for each kind of run.
 
     - right: one token a step, and a probe row that is the right next token.
@@ -65,6 +66,17 @@ def record(
     - exit: verifications of drafts of the first layers.
     - sparse: as "right", but all rows attend to the working set of an `OasisCache`.
 
+    Args:
+        model: a causal language model with attention "oasis".
+        tokenizer: its tokenizer.
+        setup: what is recorded.
+        runs: which of `RUNS`.
+        earlier: a recording of the same setup, of which the context and runs are kept.
+        progress: is told what comes next.
+
+    Yields:
+        The recording so far: after reading, and after each run.
+
     Raises:
         ValueError: an unknown run.
     """
@@ -72,31 +84,69 @@ def record(
     if unknown:
         raise ValueError(f"runs: got {', '.join(unknown)}, expected some of {', '.join(RUNS)}")
     ids, context = text_ids(setup.text, tokenizer, setup.context, setup.following, setup.seed)
-    progress(f"{setup.text}: reading {context:,} tokens")
-    sparse = OasisCache(model, budget=setup.sparse_budget)
-    sparse.activate_past_recording()
-    keys, scaling = read(model, ids[:context], sparse)
-    base = DynamicCache(config=model.config)
-    for number, layer in enumerate(sparse.offloaded):
-        base.update(*layer.history([context])[:2], number)
+    cache = DynamicCache(config=model.config)
+    if earlier is None:
+        progress(f"{setup.name}: reading {context:,} tokens")
+        keys, scaling = read(model, ids[:context], cache)
+        values = torch.stack([layer.values[0] for layer in cache.layers])
+        earlier = Recording(keys, values, scaling, about(model, setup))
+        yield earlier
+    else:
+        for number, (key, value) in enumerate(zip(earlier.keys, earlier.values, strict=True)):
+            cache.update(key[None], value[None], number)
     if setup.greedy:
-        ids = _greedy(model, base, ids[: context + 1], setup.following - 1)
-    found: dict[str, Run] = {}
+        ids = _greedy(model, cache, ids[: context + 1], setup.following - 1)
+    found = dict(earlier.runs)
     for name in runs:
-        progress(f"{setup.text}: decoding {len(ids) - context} tokens, {name}")
-        cache = sparse if name == "sparse" else base
-        draft, probe = _drafters(name, model, cache, ids, setup)
-        found[name] = generate(model, ids, context, cache, draft, probe)
-        if cache is base:
-            base.crop(context - base.get_seq_length())
-    about = dataclasses.asdict(setup) | {
+        if name not in found:
+            progress(f"{setup.name}: decoding {len(ids) - context} tokens, {name}")
+            found[name] = _decode(name, model, cache, ids, context, setup)
+            yield dataclasses.replace(earlier, runs=found)
+
+
+def about(model: Any, setup: Setup) -> dict[str, Any]:
+    """Where and with what a recording is made."""
+    return dataclasses.asdict(setup) | {
         "text": setup.name,
         "model": Path(str(model.config._name_or_path)).name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return Recording(keys, scaling, about, found)
+
+
+@torch.inference_mode()
+def _decode(name: str, model: Any, cache: Any, ids: list[int], context: int, setup: Setup) -> Run:
+    """One run, from a `DynamicCache` of the context."""
+
+    def first_layers(count: int) -> Drafter:
+        return early_exit(model, cache, ids, context, setup.exit_layers, count)
+
+    match name:
+        case "lookup":
+            rounds = rounds_of(ids, context, prompt_lookup(setup.drafts))
+        case "exit":
+            rounds = rounds_of(ids, context, first_layers(setup.drafts))
+        case "exit-probe":
+            rounds = rounds_of(ids, context, probe=first_layers(1))
+        case _:
+            rounds = rounds_of(ids, context, probe=right(ids))
+    if name != "sparse":
+        return generate_at_once(model, ids, context, rounds, cache)
+    sparse = OasisCache(model, budget=setup.sparse_budget)
+    adopt(sparse, cache)
+    return generate(model, ids, rounds, sparse)
+
+
+def adopt(sparse: OasisCache, dense: Any) -> None:
+    """Fill an empty `OasisCache` with what a dense one holds, as a prompt before drafts."""
+    sparse.activate_past_recording()
+    for layer, held in zip(sparse.offloaded, dense.layers, strict=True):
+        layer.recording = True
+        length = held.keys.shape[2]
+        layer.adopt(held.keys, held.values, torch.tensor([length]), length)
+    sparse.ledger.append(None, 1, length, held.keys.device)
+    sparse.first_round = False
 
 
 @torch.inference_mode()
@@ -108,22 +158,3 @@ def _greedy(model: Any, cache: Any, ids: list[int], count: int) -> list[int]:
         ids = [*ids, int(model(input_ids=newest, past_key_values=cache).logits[0, -1].argmax())]
     cache.crop(context - cache.get_seq_length())
     return ids
-
-
-def _drafters(
-    name: str, model: Any, cache: Any, ids: list[int], setup: Setup
-) -> tuple[Drafter | None, Drafter | None]:
-    """What is verified, and what only looks ahead."""
-
-    def right(known: list[int]) -> list[int]:
-        return ids[len(known) : len(known) + 1]
-
-    match name:
-        case "lookup":
-            return prompt_lookup(setup.drafts), None
-        case "exit":
-            return early_exit(model, cache, setup.exit_layers, setup.drafts), None
-        case "exit-probe":
-            return None, early_exit(model, cache, setup.exit_layers, 1)
-        case _:
-            return None, right
