@@ -24,7 +24,10 @@ SHOWN_CAP = 0.05
 
 
 def lookahead(
-    texts: Annotated[str, typer.Option(help="Some of prose, code, needles.")] = "prose,code",
+    texts: Annotated[
+        str,
+        typer.Option(help="Some of prose, code, needles."),
+    ] = "code,prose",
     runs: Annotated[
         str,
         typer.Option(
@@ -32,11 +35,14 @@ def lookahead(
             "one of the first layers (exit-probe), or the right one over a working set (sparse); "
             "verifications of prompt lookup (lookup) or of the first layers' drafts (exit)."
         ),
-    ] = "right,exit-probe,sparse,lookup,exit",
+    ] = "right,exit-probe,lookup,exit",
     predictors: Annotated[
         str, typer.Option(help="Beside lru and oracle; '+' joins two.")
-    ] = "last,rows,past,ngram,draft,layer,last+layer,draft+layer",
-    indexes: Annotated[str, typer.Option(help="The first is swept over.")] = "keys2bit,minmax",
+    ] = "last,rows,past,ngram,draft,layer,draft+layer",
+    indexes: Annotated[
+        str,
+        typer.Option(help="The first is swept over, others are compared."),
+    ] = "keys2bit,minmax",
     budgets: Annotated[str, typer.Option(help="Tokens attended to per KV head.")] = "512,2048",
     context: Annotated[int, typer.Option(help="Tokens read before.", min=64)] = 6144,
     tokens: Annotated[int, typer.Option(help="Tokens decoded.", min=3)] = 96,
@@ -51,7 +57,11 @@ def lookahead(
     recordings: Annotated[
         Path | None, typer.Option(help="Folder of recordings, used again where they fit.")
     ] = None,
+    sweep: Annotated[
+        bool, typer.Option(help="Other caps, head-rooms, policies and indexes as well.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+    add: Annotated[bool, typer.Option(help="Keep what the JSON has of other texts.")] = False,
     seed: Annotated[int, typer.Option(help="Of the needles.")] = 0,
 ) -> None:
     """Record a model's queries and keys on real text once; replay what would have been resident.
@@ -72,6 +82,8 @@ def lookahead(
         indexes=tuple(_words(indexes)),
         budgets=tuple(int(word) for word in _words(budgets)),
     )
+    if not sweep:
+        grid = dataclasses.replace(grid, indexes=grid.indexes[:1], swept_runs=())
     rows: list[dict[str, Any]] = []
     about: list[dict[str, Any]] = []
     try:
@@ -95,6 +107,8 @@ def lookahead(
     _print(rows, console)
     if out is not None:
         report = {"about": _environment() | {"recordings": about}, "rows": rows}
+        if add and out.is_file():
+            report = _added(json.loads(out.read_text(encoding="utf-8")), report)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
@@ -138,10 +152,27 @@ def _only(recording: Recording, runs: tuple[str, ...]) -> Recording:
     return dataclasses.replace(recording, runs={name: recording.runs[name] for name in runs})
 
 
+def _added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Two reports as one: of a text that both have, the newer runs."""
+    runs = {(row["text"], row["run"]) for row in new["rows"]}
+    rows = [row for row in old["rows"] if (row["text"], row["run"]) not in runs]
+    texts = {recording["text"] for recording in new["about"]["recordings"]}
+    kept = [x for x in old["about"]["recordings"] if x["text"] not in texts]
+    commands = dict.fromkeys([old["about"]["command"], new["about"]["command"]])
+    about = new["about"] | {"command": "; ".join(commands)}
+    about["recordings"] = kept + new["about"]["recordings"]
+    return {"about": about, "rows": rows + new["rows"]}
+
+
 def _environment() -> dict[str, Any]:
     from importlib.metadata import version
 
-    words = [word if not Path(word).is_absolute() else Path(word).name for word in sys.argv[1:]]
+    words, given = [], iter(sys.argv[1:])
+    for word in given:
+        if word in ("--out", "--recordings"):
+            next(given)
+        elif word != "--add":
+            words.append(word)
     return {
         "command": shlex.join(["oasis-hf", *words]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

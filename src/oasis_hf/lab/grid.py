@@ -20,10 +20,7 @@ BOOTSTRAPS, BOOTSTRAP_BLOCK = 2000, 8
 """Resamples of an interval, and rounds in a row that are drawn together: neighbours are alike."""
 CAPS = (0.01, 0.02, 0.05, 0.10, 0.20, None)
 ORACLE = "oracle"
-DEFAULT_PREDICTORS = (
-    *("last", "rows", "past", "ngram", "draft", "layer"),
-    *("last+layer", "draft+layer"),
-)
+DEFAULT_PREDICTORS = (*("last", "rows", "past", "ngram", "draft", "layer", "draft+layer"),)
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Grid:
 
     Attributes:
         predictors: besides LRU and the oracle, which are always there.
-        indexes: the first is swept over, the others only compared.
+        indexes: the first is swept over; the others only compared, without a cap.
         budgets: tokens per KV head.
         swept: predictors whose options are changed, one at a time, beside LRU's and the oracle's.
         swept_runs: generations for which they are.
@@ -42,15 +39,18 @@ class Grid:
     predictors: tuple[str, ...] = DEFAULT_PREDICTORS
     indexes: tuple[str, ...] = ("keys2bit", "minmax")
     budgets: tuple[int, ...] = (512, 2048)
-    swept: tuple[str, ...] = ("draft", "layer")
+    swept: tuple[str, ...] = ("layer",)
     swept_runs: tuple[str, ...] = ("right", "lookup")
-    head_rooms: tuple[float, ...] = (1.0, 1.5, 3.0)
+    head_rooms: tuple[float, ...] = (1.0, 3.0)
     caps: tuple[float | None, ...] = CAPS
-    policies: tuple[str | float, ...] = ("skip", 0.01)
+    policies: tuple[str | float, ...] = ("skip",)
 
     def options(self, name: str, run: Run, index: str) -> list[Options]:
         """Predictors at the default cap and without; then one change of an option at a time."""
         found = []
+        first = index == self.indexes[0]
+        if not first and name not in self.swept_runs:
+            return []
         predictors, swept_predictors = (
             [predictor for predictor in named if _differs(predictor, run)]
             for named in (self.predictors, self.swept)
@@ -60,9 +60,9 @@ class Grid:
             found += [
                 replace(base, predictor=name, fetch_cap=cap)
                 for name in (LRU, *predictors, ORACLE)
-                for cap in (base.fetch_cap, None)
+                for cap in ((base.fetch_cap, None) if first else (None,))
             ]
-            if index != self.indexes[0] or name not in self.swept_runs:
+            if not first or name not in self.swept_runs:
                 continue
             swept = [replace(base, predictor=name) for name in swept_predictors]
             beside = [base, *swept, replace(base, predictor=ORACLE)]
@@ -88,15 +88,15 @@ def measure(
     names = {name: predictor(name) for name in (*grid.predictors, ORACLE)}
     for run_name, run in recording.runs.items():
         for index in grid.indexes:
-            progress(f"{recording.about['text']}, {run_name}: scores of {index}")
+            options = grid.options(run_name, run, index)
+            if not options:
+                continue
+            progress(f"{recording.about['text']}, {run_name}: {len(options)} replays over {index}")
             scores = score(recording, run, index, names)
-            progress(f"{recording.about['text']}, {run_name}: replays over {index}")
             shared = {"text": recording.about["text"], "run": run_name, "index": index}
             shared |= {"rounds": len(run.rows), "tokens": run.tokens}
             shared |= {"acceptance": round(run.acceptance, 4)}
-            yield from (
-                shared | row for row in _replays(scores, grid.options(run_name, run, index))
-            )
+            yield from (shared | row for row in _replays(scores, options))
 
 
 def _replays(scores: Scores, options: list[Options]) -> Iterator[dict[str, Any]]:
