@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .record import generate, generate_at_once, read, rounds_of
 from .recording import Recording, Run
 from .texts import text_ids
 
+SPARSE_ROUNDS = 40
+"""Most rounds of the run "sparse", which alone cannot be fed at once."""
 RUNS = ("right", "exit-probe", "lookup", "exit", "sparse")
 
 
@@ -135,7 +138,7 @@ def _decode(name: str, model: Any, cache: Any, ids: list[int], context: int, set
         return generate_at_once(model, ids, context, rounds, cache)
     sparse = OasisCache(model, budget=setup.sparse_budget)
     adopt(sparse, cache)
-    return generate(model, ids, rounds, sparse)
+    return generate(model, ids, islice(rounds, SPARSE_ROUNDS), sparse)
 
 
 def adopt(sparse: OasisCache, dense: Any) -> None:
