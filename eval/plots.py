@@ -234,7 +234,7 @@ def lookahead_head_room(results: dict[str, Any]) -> Figure:
                     and row["text"] == text
                     and row["fetch_cap"] in ((None,) if name == "lru" else (0.05,))
                 )
-                if points:
+                if len(points) > 1:
                     axes.plot(
                         *zip(*points, strict=True), style, color=colour, label=f"{name}, {budget:,}"
                     )
