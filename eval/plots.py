@@ -25,6 +25,8 @@ RESULTS = Path(__file__).parent / "results"
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#999999")
 """Okabe and Ito's palette, told apart by colour-blind readers too."""
 
+LOOKAHEAD_RUNS = {"right": "one token a step", "lookup": "prompt lookup"}
+LOOKAHEAD_SHOWN = ("oracle", "layer", "draft", "last", "lru")
 STYLES = ("o--", "s-", "^:")
 PLAIN = StrMethodFormatter("{x:,.0f}")
 STYLE = {
@@ -188,6 +190,76 @@ def needles(results: dict[str, Any]) -> Figure:
     return figure
 
 
+def lookahead_layers(results: dict[str, Any]) -> Figure:
+    """Recall by layer: a line per predictor, a panel per kind of generation."""
+    rows = [
+        row
+        for row in _default_index(results)
+        if (row["head_room"], row["on_miss"], row["fetch_cap"]) == (2.0, "fetch", None)
+    ]
+    budget = min(row["budget"] for row in rows)
+    rows = [row for row in rows if row["budget"] == budget and row["text"] == rows[0]["text"]]
+    runs = [run for run in LOOKAHEAD_RUNS if any(row["run"] == run for row in rows)]
+    figure, panels = plt.subplots(
+        1, len(runs), figsize=(4.4 * len(runs), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, (run, title) in zip(panels[0], ((x, LOOKAHEAD_RUNS[x]) for x in runs), strict=True):
+        for colour, name in zip(cycle(COLOURS), LOOKAHEAD_SHOWN, strict=False):
+            for row in rows:
+                if (row["run"], row["predictor"]) == (run, name):
+                    axes.plot([100 * x for x in row["recall_by_layer"]], color=colour, label=name)
+        axes.set_title(f"{rows[0]['text']}, budget {budget:,}: {title}")
+        axes.set_xlabel("layer")
+        axes.set_ylabel("wanted blocks resident in time (%)")
+        axes.grid(color="0.9")
+    _one_legend(figure)
+    return figure
+
+
+def lookahead_head_room(results: dict[str, Any]) -> Figure:
+    """Recall over slots, at the default cap: a line per predictor, a panel per generation."""
+    rows = [row for row in _default_index(results) if row["on_miss"] == "fetch"]
+    runs = [run for run in LOOKAHEAD_RUNS if any(row["run"] == run for row in rows)]
+    text, budgets = rows[0]["text"], sorted({row["budget"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(runs), figsize=(4.4 * len(runs), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, run in zip(panels[0], runs, strict=True):
+        for colour, name in zip(cycle(COLOURS), LOOKAHEAD_SHOWN, strict=False):
+            for budget, style in zip(budgets, cycle(STYLES), strict=False):
+                points = sorted(
+                    (row["head_room"], 100 * row["recall"])
+                    for row in rows
+                    if (row["run"], row["predictor"], row["budget"]) == (run, name, budget)
+                    and row["text"] == text
+                    and row["fetch_cap"] in ((None,) if name == "lru" else (0.05,))
+                )
+                if len(points) > 1:
+                    axes.plot(
+                        *zip(*points, strict=True), style, color=colour, label=f"{name}, {budget:,}"
+                    )
+        axes.set_title(f"{text}: {LOOKAHEAD_RUNS[run]}")
+        axes.set_xlabel("resident slots per block of budget")
+        axes.set_ylabel("wanted blocks resident in time (%)")
+        axes.grid(color="0.9")
+    _one_legend(figure)
+    return figure
+
+
+def _default_index(results: dict[str, Any]) -> Rows:
+    """Rows of the index that was swept over."""
+    return [row for row in results["rows"] if row["index"] == results["rows"][0]["index"]]
+
+
+def _one_legend(figure: Figure) -> None:
+    """Every label of any panel once, below the panels."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, names = axes.get_legend_handles_labels()
+        found |= dict(zip(names, handles, strict=True))
+    figure.legend(found.values(), found, loc="outside lower center", ncols=6)
+
+
 def _ticks(axes: Axes, values: list[int]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(values))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -201,7 +273,9 @@ def main(
 ) -> None:
     """Draw every plot whose results are there."""
     plots = {"decoding": "bench", "throughput": "bench", "needles": "needles"}
+    plots |= {"lookahead-layers": "lookahead", "lookahead-head-room": "lookahead"}
     draw = {"decoding": decoding, "throughput": throughput, "needles": needles}
+    draw |= {"lookahead-layers": lookahead_layers, "lookahead-head-room": lookahead_head_room}
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in plots.items():
         path = results / f"{source}.json"

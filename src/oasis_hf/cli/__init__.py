@@ -7,6 +7,7 @@ import typer
 
 from .bench import bench
 from .evaluate import evaluate, report
+from .lookahead import lookahead
 from .models import models
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app.command()(models)
 app.command()(bench)
 app.command(name="eval")(evaluate)
 app.command()(report)
+app.command()(lookahead)
 
 
 @app.callback()
