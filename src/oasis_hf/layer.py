@@ -63,6 +63,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
+        self._dense, self._drafts = True, 0
         self.ahead = ReadAhead()
         self.following: OasisLayer | None = None
 
