@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from eval_helpers import character_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 FOLDER = Path(__file__).parent.parent / "eval"
@@ -27,11 +27,7 @@ TEXT = " ".join(f"Sentence number {n} tells about nothing in particular." for n 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """One token per character."""
-    characters = sorted({*map(chr, range(32, 127)), "\n"})
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?", eos_token="~")
+    return character_tokenizer()
 
 
 @pytest.fixture(scope="module")

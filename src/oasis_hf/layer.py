@@ -163,7 +163,12 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if self._dense:
             return self._attend_dense(query, key, value, valid, scaling, new)
         if self.config.verification == "exact" and key.shape[2] > 1:
-            return self._attend_in_turn(query, key, value, valid, scaling, new)
+            if not new:
+                raise OasisUnsupportedError(
+                    f"layer {self.layer_idx}: verification='exact' does not serve models that "
+                    "share K and V between layers; use verification='shared'"
+                )
+            return self._attend_in_turn(query, key, value, valid, scaling)
         rows = query.unflatten(1, (self.geometry.kv_heads, -1))
         if new:
             self.unsettle()
@@ -176,20 +181,9 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         return out.flatten(1, 2)
 
     def _attend_in_turn(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        scaling: float,
-        new: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """The rows of a verification one after the other, each a step as in plain decoding."""
-        if not new:
-            raise OasisUnsupportedError(
-                f"layer {self.layer_idx}: verification='exact' does not serve models that share K "
-                "and V between layers; use verification='shared'"
-            )
         self.unsettle()
         self.fresh, self.in_turn = key.shape[2], True
         self.committed_before.copy_(self.committed)
@@ -206,13 +200,14 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """A prompt with the first drafts behind it, which assisted decoding gives in one call."""
-        parts: list[Tensor] = []
-        for part in (slice(None, -self._drafts), slice(-self._drafts, None)):
-            attend = self._attend_in_turn if parts else self._attend_dense
-            real = None if valid is None else valid[:, part]
-            q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]
-            parts.append(attend(q, k, v, real, scaling, True))
-        return torch.cat(parts, 2)
+        first = key.shape[2] - self._drafts
+        (q, drafted_q), (k, drafted_k), (v, drafted_v) = (
+            states.tensor_split([first], 2) for states in (query, key, value)
+        )
+        real, drafted = (None, None) if valid is None else valid.tensor_split([first], 1)
+        prompt = self._attend_dense(q, k, v, real, scaling, True)
+        verified = self._attend_in_turn(drafted_q, drafted_k, drafted_v, drafted, scaling)
+        return torch.cat([prompt, verified], 2)
 
     def advanced(self, rows: int) -> None:
         """Keep the host's numbers in step with `rows` columns appended by a replayed graph."""

@@ -138,15 +138,8 @@ class Residency:
             ids, take, self.slot_of_block, self.block_of_slot, self.last_selected, self.clock
         )
 
-    def forget(self, row: int, first_block: int) -> None:
-        """Evict the blocks of one sequence from `first_block` on: the tail took them back."""
-        self.slot_of_block[row, :, first_block:] = -1
-        gone = self.block_of_slot[row] >= first_block
-        self.block_of_slot[row].masked_fill_(gone, -1)
-        self.last_selected[row].masked_fill_(gone, -1)
-
     def limit(self, blocks: Tensor) -> None:
-        """Evict all blocks from number `blocks` `[B]` on; waits for nothing."""
+        """Evict all blocks from number `blocks` `[B]` on: the tail took them back."""
         bound = blocks[:, None, None]
         number = torch.arange(self.slot_of_block.shape[2], device=blocks.device)
         self.slot_of_block.masked_fill_(number >= bound, -1)

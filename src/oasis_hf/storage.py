@@ -226,7 +226,7 @@ class LayerStorage:
                     tokens = part.flatten(2, 3)[:, :, : length - start].to(self.device)
                     ring[rows, :, place] = tokens
             self.committed[row] = start
-            self.residency.forget(row, start // g.block)
+        self.residency.limit(self.committed // g.block)
 
     def take_back(self) -> None:
         """Return to the tail the groups that left it behind drafts which were then rejected.
@@ -240,7 +240,7 @@ class LayerStorage:
         )
         kept = torch.minimum(self.committed, torch.maximum(due * g.group, self.committed_before))
         self.committed.copy_(kept)
-        self.residency.limit(kept // g.block)
+        self.residency.limit(self.committed // g.block)
 
     def roll_back(self, columns: int, lengths: Tensor | None) -> None:
         """Return to the first columns, whatever a forward that broke off has left behind.
