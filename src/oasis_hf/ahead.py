@@ -11,12 +11,11 @@ from .streams import Beside
 
 @dataclass
 class _Ready:
-    """What has been asked for: which tokens, their K and V, and when they are there."""
+    """What has been asked for: whose tokens, their blocks in the store, and when they are there."""
 
     layer: LayerStorage
-    wanted: tuple[int, int, int]
-    k: Tensor
-    v: Tensor
+    wanted: tuple[int, int]
+    packed: Tensor
     beside: Beside
 
 
@@ -47,22 +46,23 @@ class ReadAhead:
             k `[1, H, length + room, Dk]` and v likewise.
         """
         ready, self._ready = self._ready, None
-        if ready is None or ready.layer is not layer or ready.wanted != (row, length, room):
-            layer.engine.join()
-            k, v = layer.history_buffers(1, length + room)
-            layer.recall(row, length, k, v)
-        else:
-            k, v = ready.k, ready.v
+        packed: Tensor | None = None
+        if ready is not None and ready.layer is layer and ready.wanted == (row, length):
+            packed = ready.packed
             ready.beside.join()
+        else:
+            layer.engine.join()
+        k, v = layer.history_buffers(1, length + room)
+        layer.recall(row, length, k, v, packed)
         end = length + room
         return k[:, :, :end], v[:, :, :end]
 
-    def start(self, layer: LayerStorage, row: int, length: int, room: int) -> None:
+    def start(self, layer: LayerStorage, row: int, length: int) -> None:
         """Ask for the first tokens of a sequence, as `take` will, on the side stream."""
         if layer.device.type != "cuda" or layer.store.table is None or not length:
             return
-        k, v = layer.history_buffers(1, length + room)
+        packed = layer.store.buffer(layer.stored_blocks(row, length))
         beside = Beside(layer.device)
-        with torch.cuda.device(layer.device), beside.run(k, v):
-            layer.recall(row, length, k, v)
-        self._ready = _Ready(layer, (row, length, room), k, v, beside)
+        with torch.cuda.device(layer.device), beside.run(packed):
+            layer.store.read_into(row, packed)
+        self._ready = _Ready(layer, (row, length), packed, beside)

@@ -261,7 +261,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             if old:
                 all_k, all_v = self.ahead.take(self, row, old, rows)
                 if valid is None and new:
-                    self._ask_next(row, before, rows)
+                    self._ask_next(row, before)
                 all_k[:, :, old:], all_v[:, :, old:] = k, v
                 k, v = all_k, all_v
             found = dense_attention(q, k, v, None, scaling)
@@ -271,13 +271,13 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
                 out[row : row + 1, :, asked] = found
         return out
 
-    def _ask_next(self, row: int, before: list[int], room: int) -> None:
+    def _ask_next(self, row: int, before: list[int]) -> None:
         """Have the next sequence's tokens, or the next layer's, come while this is attended to."""
         after = self.following
         if row + 1 < len(before):
-            self.ahead.start(self, row + 1, before[row + 1], room)
+            self.ahead.start(self, row + 1, before[row + 1])
         elif after is not None and after.is_initialized and after.device == self.device:
-            self.ahead.start(after, 0, before[0], room)
+            self.ahead.start(after, 0, before[0])
 
     def adopt(self, key: Tensor, value: Tensor, lengths: Tensor, columns: int) -> None:
         """Fill an empty layer with a saved history.

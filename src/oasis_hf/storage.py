@@ -127,18 +127,32 @@ class LayerStorage:
         k = torch.empty(*shape, g.k_dim, dtype=self.dtype, device=self.device)
         return k, torch.empty(*shape, g.v_dim, dtype=self.dtype, device=self.device)
 
-    def recall(self, row: int, length: int, k: Tensor, v: Tensor) -> None:
-        """Read the first tokens of a sequence into k `[1, H, L, Dk]` and v, on the current stream.
+    def stored_blocks(self, row: int, length: int) -> int:
+        """Blocks of the store that hold the first tokens of a sequence; the tail has the rest."""
+        return ceil_div(min(self.settled()[1][row], length), self.geometry.block)
+
+    def recall(
+        self, row: int, length: int, k: Tensor, v: Tensor, packed: Tensor | None = None
+    ) -> None:
+        """Put the first tokens of a sequence into k `[1, H, L, Dk]` and v.
 
         L is in whole blocks; what stands behind the tokens is unspecified.
+
+        Args:
+            packed: the blocks `[1, H, stored_blocks, row]` that are in the store, if they have been
+                read already.
         """
-        rows = slice(row, row + 1)
+        blocks = self.stored_blocks(row, length)
+        if packed is None:
+            packed = self.store.buffer(blocks)
+            self.store.read_into(row, packed)
         stored = min(self.settled()[1][row], length)
-        if stored:
-            self.store.read_into(rows, ceil_div(stored, self.geometry.block), k, v)
         place = torch.arange(stored, length, device=self.device) % self.tail.places
-        for target, ring in ((k, self.tail.k), (v, self.tail.v)):
-            target[:, :, stored:length] = ring[rows][:, :, place]
+        parts = zip((k, v), self.store.unpack(packed), (self.tail.k, self.tail.v), strict=True)
+        for target, part, ring in parts:
+            whole = target[:, :, : blocks * self.geometry.block]
+            whole.unflatten(2, (-1, self.geometry.block)).copy_(part)
+            target[:, :, stored:length] = ring[row : row + 1, :, place]
 
     def settled(self) -> tuple[list[int], list[int]]:
         """`lengths` and `committed` as host numbers.

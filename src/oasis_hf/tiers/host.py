@@ -1,7 +1,7 @@
 """The full store: every verified block of one layer, in host memory, grown in slabs."""
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
 
 import psutil
 import torch
@@ -53,7 +53,6 @@ class HostStore:
         self.beside = Beside(device)
         if backend == "triton":
             self.table = torch.zeros(MAX_SLABS, dtype=torch.long, device=device)
-            self.fused: Any = kernels("triton")
 
     @property
     def blocks(self) -> int:
@@ -103,9 +102,10 @@ class HostStore:
         self.slabs.append(slab)
 
     def _pack(self, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([k.flatten(3), v.flatten(3)], 3).to("cpu")
+        return torch.cat([k.flatten(3), v.flatten(3)], 3)
 
-    def _unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks `[B', H, n, row]` as k `[B', H, n, b, Dk]` and v `[B', H, n, b, Dv]`: views."""
         g = self.geometry
         k, v = rows.split([g.block * g.k_dim, g.block * g.v_dim], 3)
         return k.unflatten(3, (g.block, g.k_dim)), v.unflatten(3, (g.block, g.v_dim))
@@ -118,7 +118,8 @@ class HostStore:
             k: `[B, H, m, b, Dk]`; v: `[B, H, m, b, Dv]`.
             keep: `[B]` bool.
         """
-        rows, blocks, keep = self._pack(k, v), blocks.to("cpu"), keep.to("cpu")
+        rows = self._pack(k, v).to("cpu")
+        blocks, keep = blocks.to("cpu"), keep.to("cpu")
         for number, slab in enumerate(self.slabs):
             local = blocks - number * self.slab_blocks
             inside = keep[:, None] & (local >= 0) & (local < self.slab_blocks)
@@ -138,7 +139,7 @@ class HostStore:
             rows = self.ops.gather_blocks(slab, local.clamp(0, self.slab_blocks))
             result = rows if result is None else torch.where((local >= 0)[..., None], rows, result)
         assert result is not None, "gather from an empty store"
-        return self._unpack(result)
+        return self.unpack(result)
 
     def _pieces(self, first: int, last: int) -> list[tuple[Tensor, int, int]]:
         """The parts of slabs that hold blocks first..last: (slab, from, to)."""
@@ -150,41 +151,36 @@ class HostStore:
                 pieces.append((slab, low, high))
         return pieces
 
+    def _strips(self, rows: slice, first: int, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of contiguous memory `[n, row]`: in the store, and of blocks first.. in `packed`.
+
+        Copies of that shape are what a copy engine moves by itself, beside all kernels.
+        """
+        done, last = 0, first + packed.shape[2]
+        for slab, low, high in self._pieces(first, last):
+            held, part = slab[rows, :, low:high], packed[:, :, done : done + high - low]
+            for pair in itertools.product(range(held.shape[0]), range(held.shape[1])):
+                yield held[pair], part[pair]
+            done += high - low
+        assert first + done == last, "beyond the capacity of the store"
+
     def write_range(self, rows: slice, first: int, k: Tensor, v: Tensor) -> None:
         """Write consecutive blocks from `first` for some sequences: k `[B', H, n, b, Dk]`."""
-        if self.table is not None:
-            keys, values = k.flatten(2, 3).contiguous(), v.flatten(2, 3).contiguous()
-            with self.beside.run(keys, values):
-                self._copy_range(keys, values, rows, first, k.shape[2], to_store=True)
-            return
-        packed, done = self._pack(k, v), 0
-        for slab, low, high in self._pieces(first, first + packed.shape[2]):
-            slab[rows, :, low:high] = packed[:, :, done : done + high - low]
-            done += high - low
-        assert done == packed.shape[2], "write past the capacity of the store"
+        packed = self._pack(k, v)
+        with self.beside.run(packed):
+            for held, part in self._strips(rows, first, packed):
+                held.copy_(part, non_blocking=True)
 
-    def read_into(self, rows: slice, count: int, k: Tensor, v: Tensor) -> None:
-        """Read the first `count` blocks of some sequences into k `[B', H, L, Dk]` and v."""
-        if self.table is not None:
-            self._copy_range(k, v, rows, 0, count, to_store=False)
-            return
-        for target, part in zip((k, v), self.read_range(rows, 0, count), strict=True):
-            target[:, :, : count * self.geometry.block] = part.flatten(2, 3)
+    def buffer(self, count: int) -> Tensor:
+        """Memory on the device for `count` blocks of one sequence: `[1, H, count, row]`."""
+        g = self.geometry
+        shape = (1, g.kv_heads, count, g.row)
+        return torch.empty(shape, dtype=self.dtype, device=self.beside.device)
 
-    def _copy_range(
-        self, k: Tensor, v: Tensor, rows: slice, first: int, count: int, to_store: bool
-    ) -> None:
-        self.fused.copy_range(
-            k,
-            v,
-            self.table,
-            self.slab_blocks,
-            self.geometry.block,
-            first,
-            count,
-            rows.start * self.geometry.kv_heads,
-            to_store,
-        )
+    def read_into(self, row: int, packed: Tensor) -> None:
+        """Read the first blocks of a sequence into `[1, H, n, row]`, on the current stream."""
+        for held, part in self._strips(slice(row, row + 1), 0, packed):
+            part.copy_(held, non_blocking=True)
 
     def _settle(self) -> None:
         """Wait until what the device writes here is visible to the host."""
@@ -195,7 +191,7 @@ class HostStore:
         """Read blocks first..last of some sequences: k `[B', H, n, b, Dk]`, v likewise."""
         self._settle()
         parts = [slab[rows, :, low:high] for slab, low, high in self._pieces(first, last)]
-        return self._unpack(torch.cat(parts, 2))
+        return self.unpack(torch.cat(parts, 2))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation to every slab."""

@@ -258,25 +258,6 @@ def gather(
     )  # fmt: skip
 
 
-def copy_range(
-    keys: Tensor, values: Tensor, slabs: Tensor, slab_blocks: int, block: int,
-    first: int, count: int, pair: int, to_store: bool,
-) -> None:  # fmt: skip
-    """Copy `count` blocks between the store and K `[B', H, tokens, Dk]`, V: `move.range_kernel`.
-
-    Tokens and channels are contiguous, and so are heads over sequences; `pair` is the first
-    (sequence, head) in the store.
-    """
-    launch = _settings(keys.device)
-    total = keys.shape[0] * keys.shape[1] * count
-    row_k, row_v = block * keys.shape[3], block * values.shape[3]
-    move.range_kernel[(4 * launch.gather_programs,)](
-        keys, values, slabs, first, count, total, pair, keys.stride(1), values.stride(1),
-        KEYS=row_k, VALUES=row_v, KP=_pow2(row_k), VP=_pow2(row_v), SLAB=slab_blocks,
-        TO_STORE=to_store, num_warps=8,
-    )  # fmt: skip
-
-
 def sparse_attention(
     query: Tensor,
     pool: tuple[Tensor, Tensor],
@@ -324,7 +305,6 @@ __all__ = [
     "append",
     "bounds",
     "candidates",
-    "copy_range",
     "gather",
     "given",
     "keys2bit",

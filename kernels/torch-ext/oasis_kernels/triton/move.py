@@ -185,31 +185,3 @@ def gather_kernel(
         tl.store(pool_k + (bh * (S + 1) + slot) * KEYS + i_k, b_k, mask=i_k < KEYS)
         tl.store(pool_v + (bh * (S + 1) + slot) * VALUES + i_v, b_v, mask=i_v < VALUES)
         i += tl.num_programs(0)
-
-
-@triton.jit
-def range_kernel(
-    keys, values, slabs, first, count, total, pair, stride_k, stride_v,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    SLAB: tl.constexpr, TO_STORE: tl.constexpr,
-):  # fmt: skip
-    """Copy consecutive blocks between dense K and V and the store, of BH pairs from `pair` on.
-
-    Arrays: keys `[pairs, tokens, Dk]` with `stride_k` elements between pairs, values likewise;
-    block first + n of the store is tokens n * b and on.
-    """
-    i = tl.program_id(0)
-    while i < total:
-        bh = (i // count).to(tl.int64)
-        n = i % count
-        host = _block_address(slabs, first + n, bh + pair, SLAB, KEYS + VALUES, keys)
-        i_k, i_v = tl.arange(0, KP), tl.arange(0, VP)
-        p_k = keys + bh * stride_k + n.to(tl.int64) * KEYS + i_k
-        p_v = values + bh * stride_v + n.to(tl.int64) * VALUES + i_v
-        if TO_STORE:
-            tl.store(host + i_k, tl.load(p_k, mask=i_k < KEYS), mask=i_k < KEYS)
-            tl.store(host + KEYS + i_v, tl.load(p_v, mask=i_v < VALUES), mask=i_v < VALUES)
-        else:
-            tl.store(p_k, tl.load(host + i_k, mask=i_k < KEYS), mask=i_k < KEYS)
-            tl.store(p_v, tl.load(host + KEYS + i_v, mask=i_v < VALUES), mask=i_v < VALUES)
-        i += tl.num_programs(0)
