@@ -128,7 +128,7 @@ def bounds(
     score.bounds_kernel[(batch * heads, programs)](
         query, low, high, committed, logits, partial, scaling,
         heads, low.shape[2] - 1, count, rows, group_tokens,
-        D=dim, DP=_pow2(dim), QP=_pow2(rows), BN=per_program, STEP=step,
+        D=dim, DP=_pow2(dim), QN=_pow2(rows, 8), BN=per_program, STEP=step,
         PRECISION=_precision(query), num_warps=launch.bounds_warps,
     )  # fmt: skip
     return Scores(logits, partial, positions)
@@ -169,7 +169,11 @@ def keys2bit(
     groups, tokens = codes.shape[2] - 1, codes.shape[3]
     count, per_group = chosen.shape[1], tokens // block
     launch = _settings(query.device)
-    programs = triton.cdiv(count, launch.fine_groups) + 1
+    padded, part = _pow2(rows, 4), _pow2(dim // 4)
+    # What one program holds: the query once per group, in every channel.
+    room = 8192 * 32 // (max(padded, 8) * part * max(tokens, 32))
+    at_once = max(1, min(launch.fine_groups, room))
+    programs = triton.cdiv(count, at_once) + 1
     logits = query.new_empty(batch * heads, rows, count * per_group, dtype=torch.float32)
     partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
     fast = tl.float32 if query.dtype == torch.float32 else tl.float16
@@ -178,8 +182,8 @@ def keys2bit(
         query, codes, lowest, step, chosen, committed, logits, partial, scaling,
         ring_k, lengths, positions,
         heads, groups, count, rows, positions.shape[1],
-        R=places, G_TOKENS=tokens, BLOCK=block, D=dim, DQ=_pow2(dim // 4), DP=_pow2(dim),
-        QP=_pow2(rows), QN=_pow2(rows, 8), GROUPS=launch.fine_groups, FAST=fast,
+        R=places, G_TOKENS=tokens, BLOCK=block, D=dim, DQ=part, DP=_pow2(dim),
+        QP=_pow2(rows), QN=padded, SPREAD=padded < 8, GROUPS=at_once, FAST=fast,
         ASM=_asm(query) and fast == tl.float16, PRECISION=_precision(query),
         num_warps=launch.fine_warps,
     )  # fmt: skip

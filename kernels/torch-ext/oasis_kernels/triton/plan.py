@@ -9,6 +9,7 @@ from .search import (
     ordered_key,
     share_key,
     top_mask,
+    top_places,
     truncate_share,
 )
 
@@ -70,9 +71,7 @@ def candidates_kernel(
         logits, partial, rows_end, bh, b, i_c, N, programs, Q, T, PP, CP, False
     )
     key = tl.where(i_c < groups, share_key(b_score), tl.zeros((CP,), tl.uint32))
-    keep = top_mask(key, M, 12)
-    place = tl.cumsum(keep.to(tl.int32), 0) - 1
-    found = tl.sum(keep.to(tl.int32))
+    keep, place, found = top_places(key, M, 12)
     tl.store(chosen + bh * M + place, i_c, mask=keep)
     unfilled = (i_c >= found) & (i_c < M)
     tl.store(chosen + bh * M + i_c, tl.zeros((CP,), tl.int32) + N, mask=unfilled)
@@ -141,14 +140,17 @@ def plan_kernel(
     else:
         later = later & (cap > 0)
     take = now | later
-    # One scan for all that is counted: hits, fetches now, fetches later, 20 bits each.
-    packed = hit.to(tl.int64) + (now.to(tl.int64) << 20) + (later.to(tl.int64) << 40)
+    # One scan for all that is counted, none of it more than K: hits, fetches now, fetches later.
+    ONE: tl.constexpr = 10 if KP < 1024 else 20
+    KIND: tl.constexpr = tl.int32 if KP < 1024 else tl.int64
+    FIELD: tl.constexpr = (1 << ONE) - 1
+    packed = hit.to(KIND) + (now.to(KIND) << ONE) + (later.to(KIND) << (2 * ONE))
     behind = tl.cumsum(packed, 0)
     totals = tl.sum(packed, 0)
-    i_hit, i_now = (behind & 0xFFFFF).to(tl.int32), ((behind >> 20) & 0xFFFFF).to(tl.int32)
-    i_later = (behind >> 40).to(tl.int32)
-    n_hit, n_now = (totals & 0xFFFFF).to(tl.int32), ((totals >> 20) & 0xFFFFF).to(tl.int32)
-    n_later = (totals >> 40).to(tl.int32)
+    i_hit, i_now = (behind & FIELD).to(tl.int32), ((behind >> ONE) & FIELD).to(tl.int32)
+    i_later = (behind >> (2 * ONE)).to(tl.int32)
+    n_hit, n_now = (totals & FIELD).to(tl.int32), ((totals >> ONE) & FIELD).to(tl.int32)
+    n_later = (totals >> (2 * ONE)).to(tl.int32)
     given = tl.zeros((CP,), tl.int32) - 1
     if n_now + n_later > 0:
         # The ages written above are read back by other threads of this program.

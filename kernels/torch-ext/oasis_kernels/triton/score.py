@@ -1,7 +1,8 @@
 """Scan of the index: approximate logits of every block, and the sums that normalise them.
 
 Grid letters: one program serves one (sequence, KV head) and a range of groups. Q is the number of
-query rows of that head (GQA group x rows of the step), padded to QP >= 16 for the tensor cores.
+query rows of that head (GQA group x rows of the step), padded for the tensor cores to QN >= 8 as
+columns of a product, to QP >= 16 as rows.
 """
 
 import triton
@@ -9,13 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _write_partial(partial, slot, i_q, m_q, logits, live, Q):
-    """Store the running maximum and sum of exp over the last axis of `[QP, n]` logits."""
-    b_l = tl.where(live[None, :], logits, float("-inf"))
-    b_m = tl.max(b_l, 1)
+def _write_partial(partial, slot, i_q, m_q, logits):
+    """Store the running maximum and sum of exp over the first axis of `[n, QN]` logits."""
+    b_m = tl.max(logits, 0)
     safe = tl.where(b_m == float("-inf"), 0.0, b_m)
-    b_s = tl.sum(tl.exp(b_l - safe[:, None]), 1)
-    p = partial + (slot * Q + i_q) * 2
+    b_s = tl.sum(tl.exp(logits - safe[None, :]), 0)
+    p = partial + slot + i_q * 2
     tl.store(p, b_m, mask=m_q)
     tl.store(p + 1, b_s, mask=m_q)
 
@@ -24,7 +24,7 @@ def _write_partial(partial, slot, i_q, m_q, logits, live, Q):
 def bounds_kernel(
     query, low, high, committed, logits, partial, scaling,
     H, N, C, Q, group_tokens,
-    D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, QN: tl.constexpr, BN: tl.constexpr,
     STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Largest logit between channel bounds, for the first C groups of keys.
@@ -35,28 +35,28 @@ def bounds_kernel(
     """
     bh = tl.program_id(0).to(tl.int64)
     i_n = tl.program_id(1) * BN + tl.arange(0, BN)
-    i_q, i_d = tl.arange(0, QP), tl.arange(0, DP)
+    i_q, i_d = tl.arange(0, QN), tl.arange(0, DP)
     m_q, m_d = i_q < Q, i_d < D
     groups = tl.load(committed + bh // H) // group_tokens
     live = i_n < groups
     b_q = tl.load(
-        query + (bh * Q + i_q)[:, None] * D + i_d[None, :],
-        mask=m_q[:, None] & m_d[None, :], other=0.0,
+        query + (bh * Q + i_q)[None, :] * D + i_d[:, None],
+        mask=m_q[None, :] & m_d[:, None], other=0.0,
     )  # fmt: skip
-    offset = (bh * (N + 1) + i_n)[None, :] * D + i_d[:, None]
-    mask = live[None, :] & m_d[:, None]
+    offset = (bh * (N + 1) + i_n)[:, None] * D + i_d[None, :]
+    mask = live[:, None] & m_d[None, :]
     b_low = tl.load(low + offset, mask=mask, other=0.0)
     b_high = tl.load(high + offset, mask=mask, other=0.0)
     if STEP:
         b_high = (b_low.to(tl.float32) + 3.0 * b_high.to(tl.float32)).to(b_low.dtype)
     b_up = tl.maximum(b_q, 0.0).to(b_low.dtype)
     b_down = tl.minimum(b_q, 0.0).to(b_low.dtype)
-    b_l = tl.dot(b_up, b_high, input_precision=PRECISION)
-    b_l = tl.dot(b_down, b_low, b_l, input_precision=PRECISION) * scaling
-    tl.store(logits + (bh * Q + i_q)[:, None] * C + i_n[None, :], b_l,
-             mask=m_q[:, None] & (i_n < C)[None, :])  # fmt: skip
+    b_l = tl.dot(b_high, b_up, input_precision=PRECISION)
+    b_l = tl.dot(b_low, b_down, b_l, input_precision=PRECISION) * scaling
+    tl.store(logits + (bh * Q + i_q)[None, :] * C + i_n[:, None], b_l,
+             mask=m_q[None, :] & (i_n < C)[:, None])  # fmt: skip
     slot = bh * tl.num_programs(1) + tl.program_id(1)
-    _write_partial(partial, slot, i_q, m_q, b_l, live, Q)
+    _write_partial(partial, slot * Q * 2, i_q, m_q, tl.where(live[:, None], b_l, float("-inf")))
 
 
 @triton.jit
@@ -120,15 +120,56 @@ def _unpack(codes, PART: tl.constexpr, TEXT: tl.constexpr, FAST: tl.constexpr, A
 
 
 @triton.jit
-def _times_step(b_q, step, place, mask, PART: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr):
-    """Scaled query `[PART, QN]` times the step; with ASM times 2**(8 - 2 * PART), within float16.
+def _half(x, FAST: tl.constexpr, ASM: tl.constexpr):
+    """float32 as FAST; with ASM what float16 cannot hold becomes its largest number."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            asm="cvt.rn.satfinite.f16.f32 $0, $1;", constraints="=h,r", args=[x],
+            dtype=tl.float16, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return x.to(FAST)
+
+
+@triton.jit
+def _query_part(base, mask, scaling, PART: tl.constexpr, ASM: tl.constexpr):
+    """A quarter of the channels of the scaled query `[QN, DQ]`; with ASM times 2**(8 - 2 * PART).
 
     So every product with an unpacked code is 2**-16 of what it stands for.
     """
-    b_s = b_q * tl.load(step + place, mask=mask, other=0.0).to(tl.float32)[:, None]
+    b_q = tl.load(base, mask=mask, other=0.0).to(tl.float32) * scaling
     if ASM:
-        b_s = tl.minimum(tl.maximum(b_s * 2.0 ** (8 - 2 * PART), -65504.0), 65504.0)
-    return b_s.to(FAST)
+        b_q *= 2.0 ** (8 - 2 * PART)
+    return b_q
+
+
+@triton.jit
+def _times_step(
+    b_q, step, place, mask, SPREAD: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr
+):
+    """Query `[QN, DQ]` times the steps of each group: `[GROUPS, DQ, QN]`; with SPREAD 2 * QN.
+
+    SPREAD puts a column of zeros behind each query's.
+    """
+    b_s = tl.load(step + place, mask=mask, other=0.0).to(tl.float32)
+    b_s = _half(b_q[None] * b_s[:, None, :], FAST, ASM)
+    if SPREAD:
+        b_s = tl.permute(tl.join(b_s, tl.zeros_like(b_s)), (0, 2, 1, 3))
+        b_s = tl.reshape(b_s, (b_s.shape[0], b_s.shape[1], 2 * b_s.shape[2]))
+    else:
+        b_s = tl.permute(b_s, (0, 2, 1))
+    return b_s
+
+
+@triton.jit
+def _log(x, ASM: tl.constexpr):
+    if ASM:
+        return 0.6931471805599453 * tl.inline_asm_elementwise(
+            asm="lg2.approx.f32 $0, $1;", constraints="=r,r", args=[x],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.log(x)
 
 
 @triton.jit
@@ -136,64 +177,65 @@ def _groups_partial(
     query, codes, lowest, step, chosen, logits, partial, slot, bh, done, scaling,
     N, M, Q,
     G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
-    QN: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DP: tl.constexpr, QN: tl.constexpr, SPREAD: tl.constexpr, GROUPS: tl.constexpr,
+    FAST: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Two-bit logits of GROUPS chosen groups, summed over each block.
 
-    Tokens are the rows of the products and queries the columns: of these as few as 8 are padded.
+    All groups at once, as one batched product: a loop over them waits at each for the last.
+    Tokens are the rows of the products and queries the columns, of which there must be 8. Threads
+    hold pairs of columns: with SPREAD queries are the even ones, and threads skip the odd.
     """
     PER: tl.constexpr = G_TOKENS // BLOCK
     PART: tl.constexpr = D // 4
     i_q, i_c, i_t = tl.arange(0, QN), tl.arange(0, DQ), tl.arange(0, G_TOKENS)
     m_q, m_c = i_q < Q, i_c < PART
-    base = query + (bh * Q + i_q)[None, :] * D + i_c[:, None]
-    m_qc = m_q[None, :] & m_c[:, None]
-    b_q0 = tl.load(base, mask=m_qc, other=0.0).to(tl.float32) * scaling
-    b_q1 = tl.load(base + PART, mask=m_qc, other=0.0).to(tl.float32) * scaling
-    b_q2 = tl.load(base + 2 * PART, mask=m_qc, other=0.0).to(tl.float32) * scaling
-    b_q3 = tl.load(base + 3 * PART, mask=m_qc, other=0.0).to(tl.float32) * scaling
-    b_m = tl.full((QN,), float("-inf"), tl.float32)
-    b_s = tl.zeros((QN,), tl.float32)
-    for g in range(GROUPS):
-        i_m = tl.program_id(1) * GROUPS + g
-        group = tl.load(chosen + bh * M + i_m, mask=i_m < M, other=N).to(tl.int64)
-        live = group * G_TOKENS < done
-        row = (bh * (N + 1) + group) * D
-        b_code = tl.load(
-            codes + (row // D * G_TOKENS + i_t)[:, None] * PART + i_c[None, :],
-            mask=m_c[None, :] & (i_m < M) & live, other=0,
-        )  # fmt: skip
-        place, m_l = row + i_c, m_c & live
-        s0 = _times_step(b_q0, step, place, m_l, 0, FAST, ASM)
-        s1 = _times_step(b_q1, step, place + PART, m_l, 1, FAST, ASM)
-        s2 = _times_step(b_q2, step, place + 2 * PART, m_l, 2, FAST, ASM)
-        s3 = _times_step(b_q3, step, place + 3 * PART, m_l, 3, FAST, ASM)
-        b_z = b_q0 * tl.load(lowest + place, mask=m_l, other=0.0)[:, None]
-        b_z += b_q1 * tl.load(lowest + place + PART, mask=m_l, other=0.0)[:, None]
-        b_z += b_q2 * tl.load(lowest + place + 2 * PART, mask=m_l, other=0.0)[:, None]
-        b_z += b_q3 * tl.load(lowest + place + 3 * PART, mask=m_l, other=0.0)[:, None]
-        b_l = tl.dot(_unpack(b_code, 0, ASM_0, FAST, ASM), s0, input_precision=PRECISION)
-        b_l = tl.dot(_unpack(b_code, 1, ASM_1, FAST, ASM), s1, b_l, input_precision=PRECISION)
-        b_l = tl.dot(_unpack(b_code, 2, ASM_2, FAST, ASM), s2, b_l, input_precision=PRECISION)
-        b_l = tl.dot(_unpack(b_code, 3, ASM_3, FAST, ASM), s3, b_l, input_precision=PRECISION)
-        if ASM:
-            b_l *= 65536.0
-        b_l += tl.sum(b_z, 0)[None, :]
-        b_b = tl.reshape(b_l, (PER, BLOCK, QN))
-        m_b = tl.max(b_b, 1)
-        b_b = m_b + tl.log(tl.sum(tl.exp(b_b - m_b[:, None, :]), 1))
-        i_b = i_m * PER + tl.arange(0, PER)
-        tl.store(logits + (bh * Q + i_q)[None, :] * (M * PER) + i_b[:, None], b_b,
-                 mask=m_q[None, :] & (i_m < M))  # fmt: skip
-        b_b = tl.where(live & (i_m < M), b_b, float("-inf"))
-        m_new = tl.maximum(b_m, tl.max(b_b, 0))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        b_s = b_s * tl.exp(b_m - safe) + tl.sum(tl.exp(b_b - safe[None, :]), 0)
-        b_m = m_new
-    p = partial + (slot * Q + i_q) * 2
-    tl.store(p, b_m, mask=m_q)
-    tl.store(p + 1, b_s, mask=m_q)
+    i_m = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.load(chosen + bh * M + i_m, mask=i_m < M, other=N).to(tl.int64)
+    live = (i_m < M) & (group * G_TOKENS < done)
+    row = bh * (N + 1) + group
+    b_code = tl.load(
+        codes + (row[:, None, None] * G_TOKENS + i_t[None, :, None]) * PART + i_c[None, None, :],
+        mask=m_c[None, None, :] & live[:, None, None], other=0,
+    )  # fmt: skip
+    base = query + (bh * Q + i_q)[:, None] * D + i_c[None, :]
+    m_qc = m_q[:, None] & m_c[None, :]
+    b_q0 = _query_part(base, m_qc, scaling, 0, ASM)
+    b_q1 = _query_part(base + PART, m_qc, scaling, 1, ASM)
+    b_q2 = _query_part(base + 2 * PART, m_qc, scaling, 2, ASM)
+    b_q3 = _query_part(base + 3 * PART, m_qc, scaling, 3, ASM)
+    place, m_l = row[:, None] * D + i_c[None, :], m_c[None, :] & live[:, None]
+    s0 = _times_step(b_q0, step, place, m_l, SPREAD, FAST, ASM)
+    s1 = _times_step(b_q1, step, place + PART, m_l, SPREAD, FAST, ASM)
+    s2 = _times_step(b_q2, step, place + 2 * PART, m_l, SPREAD, FAST, ASM)
+    s3 = _times_step(b_q3, step, place + 3 * PART, m_l, SPREAD, FAST, ASM)
+    b_l = tl.dot(_unpack(b_code, 0, ASM_0, FAST, ASM), s0, input_precision=PRECISION)
+    b_l = tl.dot(_unpack(b_code, 1, ASM_1, FAST, ASM), s1, b_l, input_precision=PRECISION)
+    b_l = tl.dot(_unpack(b_code, 2, ASM_2, FAST, ASM), s2, b_l, input_precision=PRECISION)
+    b_l = tl.dot(_unpack(b_code, 3, ASM_3, FAST, ASM), s3, b_l, input_precision=PRECISION)
+    if SPREAD:
+        b_l, _ = tl.split(tl.reshape(b_l, (GROUPS, G_TOKENS, QN, 2)))
+    if ASM:
+        b_l *= 65536.0
+    i_d = tl.arange(0, DP)
+    b_low = tl.load(lowest + row[:, None] * D + i_d[None, :],
+                    mask=live[:, None] & (i_d < D)[None, :], other=0.0)  # fmt: skip
+    # The same columns as above.
+    ONCE: tl.constexpr = 2 if SPREAD else 1
+    i_z = tl.arange(0, QN * ONCE)
+    b_q = tl.load(query + (bh * Q + i_z // ONCE)[None, :] * D + i_d[:, None],
+                  mask=(i_z // ONCE < Q)[None, :] & (i_d < D)[:, None], other=0.0)  # fmt: skip
+    b_z = tl.dot(b_low, b_q.to(b_low.dtype), input_precision=PRECISION) * scaling
+    if SPREAD:
+        b_z, _ = tl.split(tl.reshape(b_z, (GROUPS, QN, 2)))
+    b_b = tl.reshape(b_l + b_z[:, None, :], (GROUPS, PER, BLOCK, QN))
+    m_b = tl.max(b_b, 2)
+    b_b = m_b + _log(tl.sum(tl.exp(b_b - m_b[:, :, None, :]), 2), ASM)
+    i_b = i_m[:, None] * PER + tl.arange(0, PER)[None, :]
+    tl.store(logits + (bh * Q + i_q)[None, None, :] * (M * PER) + i_b[:, :, None], b_b,
+             mask=m_q[None, None, :] & (i_m < M)[:, None, None])  # fmt: skip
+    b_b = tl.reshape(tl.where(live[:, None, None], b_b, float("-inf")), (GROUPS * PER, QN))
+    _write_partial(partial, slot * Q * 2, i_q, m_q, b_b)
 
 
 @triton.jit
@@ -202,7 +244,8 @@ def keys2bit_kernel(
     ring_k, lengths, rows_end,
     H, N, M, Q, T,
     R: tl.constexpr, G_TOKENS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DQ: tl.constexpr,
-    DP: tl.constexpr, QP: tl.constexpr, QN: tl.constexpr, GROUPS: tl.constexpr,
+    DP: tl.constexpr, QP: tl.constexpr, QN: tl.constexpr, SPREAD: tl.constexpr,
+    GROUPS: tl.constexpr,
     FAST: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of two-bit logits over each block of the chosen groups, and of the tail.
@@ -222,5 +265,5 @@ def keys2bit_kernel(
     else:
         _groups_partial(
             query, codes, lowest, step, chosen, logits, partial, slot, bh, done, scaling,
-            N, M, Q, G_TOKENS, BLOCK, D, DQ, QN, GROUPS, FAST, ASM, PRECISION,
+            N, M, Q, G_TOKENS, BLOCK, D, DQ, DP, QN, SPREAD, GROUPS, FAST, ASM, PRECISION,
         )  # fmt: skip

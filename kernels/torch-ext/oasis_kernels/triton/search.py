@@ -43,30 +43,53 @@ def kth_largest(key, count, BITS: tl.constexpr):
         count: scalar, at least 1.
         BITS: bits that are searched, even.
     """
+    ONE: tl.constexpr = 10 if key.shape[0] < 1024 else 20
+    KIND: tl.constexpr = tl.int32 if key.shape[0] < 1024 else tl.int64
+    FIELD: tl.constexpr = (1 << ONE) - 1
     threshold = tl.full((1,), 0, tl.uint32)
     for step in tl.static_range(BITS // 2):
         unit = tl.full((1,), 1 << (BITS - 2 * (step + 1)), tl.uint32)
-        packed = (key >= threshold + unit).to(tl.int64)
-        packed += (key >= threshold + 2 * unit).to(tl.int64) << 20
-        packed += (key >= threshold + 3 * unit).to(tl.int64) << 40
+        packed = (key >= threshold + unit).to(KIND)
+        packed += (key >= threshold + 2 * unit).to(KIND) << ONE
+        packed += (key >= threshold + 3 * unit).to(KIND) << (2 * ONE)
         above = tl.sum(packed, 0)
-        best = (above & 0xFFFFF >= count).to(tl.uint32)
-        best += ((above >> 20) & 0xFFFFF >= count).to(tl.uint32)
-        best += (above >> 40 >= count).to(tl.uint32)
+        best = (above & FIELD >= count).to(tl.uint32)
+        best += ((above >> ONE) & FIELD >= count).to(tl.uint32)
+        best += (above >> (2 * ONE) >= count).to(tl.uint32)
         threshold += best * unit
     return threshold
 
 
 @triton.jit
-def top_mask(key, count, BITS: tl.constexpr):
-    """Mask of the `count` largest keys above zero; of equal ones the later are taken."""
+def top_places(key, count, BITS: tl.constexpr):
+    """The `count` largest keys above zero, of equal ones the later: which, where, how many.
+
+    Returns:
+        mask `[N]`, the number of chosen keys before each of them `[N]`, and their total.
+    """
+    HALF: tl.constexpr = 16 if key.shape[0] <= 16384 else 32
+    KIND: tl.constexpr = tl.int32 if key.shape[0] <= 16384 else tl.int64
+    FIELD: tl.constexpr = (1 << HALF) - 1
     found = kth_largest(key, count, BITS)
     threshold = tl.maximum(found, tl.full((1,), 1, tl.uint32))
     above = key > threshold
     equal = key == threshold
-    room = count - tl.sum(above.to(tl.int32))
-    behind = tl.cumsum(equal.to(tl.int32), 0, reverse=True)
-    return above | (equal & (behind <= room))
+    # One scan for both.
+    packed = equal.to(KIND) + (above.to(KIND) << HALF)
+    total = tl.sum(packed, 0)
+    behind = tl.cumsum(packed, 0, reverse=True)
+    room = count - (total >> HALF)
+    keep = above | (equal & (behind & FIELD <= room))
+    kept = (total >> HALF) + tl.minimum(total & FIELD, room)
+    place = kept - (behind >> HALF) - tl.minimum(behind & FIELD, room)
+    return keep, place.to(tl.int32), kept.to(tl.int32)
+
+
+@triton.jit
+def top_mask(key, count, BITS: tl.constexpr):
+    """Mask of the `count` largest keys above zero; of equal ones the later are taken."""
+    keep, _, _ = top_places(key, count, BITS)
+    return keep
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class Settings:
         bounds_warps: its warps.
         candidate_warps: warps of the one program per head that picks candidate groups.
         candidate_warps_wide: the same, for more than 2,048 groups.
-        fine_groups: groups per program of the two-bit scan.
+        fine_groups: groups per program of the two-bit scan, at most.
         fine_warps: its warps.
         plan_warps: warps of the one program per head that chooses and plans.
         plan_warps_wide: the same, for more than 2,048 candidates.
@@ -42,8 +42,8 @@ class Settings:
     bounds_warps: int = 4
     candidate_warps: int = 8
     candidate_warps_wide: int = 16
-    fine_groups: int = 4
-    fine_warps: int = 2
+    fine_groups: int = 8
+    fine_warps: int = 4
     plan_warps: int = 8
     plan_warps_wide: int = 16
     attention_few: Split = Split(8, 8, 4)
