@@ -12,11 +12,12 @@ pytest.importorskip("datasets")
 from eval_helpers import TEXT, read_perfectly, word_tokenizer
 
 from oasis_eval.fill import reserved
+from oasis_eval.generation import Generator
 from oasis_eval.metrics import score
 from oasis_eval.prompt import follow_up, opening, plain
 from oasis_eval.prose import Prose
 from oasis_eval.sample import Draft, Scene
-from oasis_eval.tasks import RULER, TASKS, build, sample
+from oasis_eval.tasks import RULER, TASKS, sample
 from oasis_eval.tasks.counting import NOISE
 from oasis_eval.tasks.hiding import DEPTHS, hide
 from oasis_eval.tasks.records import extraction
@@ -78,7 +79,7 @@ def test_prompt_and_answers_fill_the_context(name: str, context: int) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_seed_gives_the_same_samples_however_many(name: str) -> None:
-    few, many = (build(name, TOKENIZER, 2048, count, 5, PROSE) for count in (1, 2))
+    few, many = (Generator(TOKENIZER, PROSE, 5).build(name, 2048, count) for count in (1, 2))
     assert few[0] == many[0] != many[1]
     assert draw(name, 0, 2048, seed=6)["text"] != few[0]["text"]
 
@@ -218,3 +219,15 @@ def test_every_step_of_the_long_chain_needs_the_one_before() -> None:
     lines = read_perfectly("running_total", found["text"], "").splitlines()
     wrong = [line if n < 3 else line + "0" for n, line in enumerate(lines)]
     assert score("line_match", "\n".join(wrong), found["turns"][0]["references"]) == 3 / 24
+
+
+def test_processes_of_their_own_make_the_same_samples() -> None:
+    with Generator(TOKENIZER, PROSE, 5, workers=2) as several:
+        for task in ("niah_single_2", "cwe"):
+            several.begin(task, 2048, 3)
+        for task in ("niah_single_2", "cwe"):
+            found = several.build(task, 2048, 3)
+            assert found.to_list() == Generator(TOKENIZER, PROSE, 5).build(task, 2048, 3).to_list()
+        several.begin("cwe", 256, 2)
+        with pytest.raises(ValueError, match="cwe: context: got 256"):
+            several.build("cwe", 256, 2)

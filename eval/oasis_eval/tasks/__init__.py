@@ -1,4 +1,4 @@
-"""The tasks by name, and data sets of them."""
+"""The tasks by name, and their samples."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from datasets import Dataset
-
 from ..fill import fill
 from ..prose import Prose
-from ..sample import FEATURES, Sample, Scene, Task
+from ..sample import Sample, Scene, Task
 from . import answering, counting, language, needles, records, tracing
 
 ALL_OF, ANY_OF = "string_match_all", "string_match_part"
@@ -50,28 +48,20 @@ TASKS: dict[str, Task] = RULER | {
 """Every task."""
 
 
-def build(
-    name: str, tokenizer: Any, context: int, samples: int, seed: int, prose: Prose
-) -> Dataset:
-    """A data set of one task at one length; the same arguments give the same samples.
+def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
+    """Draws one sample; the same arguments give the same one.
 
     Args:
         name: one of `TASKS`.
         tokenizer: the model's.
         context: tokens of prompt and answers together.
-        samples: how many. Fewer are the first of more.
+        number: of the sample in its data set.
         seed: of everything that is drawn.
         prose: real text.
 
     Raises:
         ValueError: the task does not fit into `context`.
     """
-    rows = [sample(name, tokenizer, context, number, seed, prose) for number in range(samples)]
-    return Dataset.from_list(rows, features=FEATURES)
-
-
-def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
-    """Sample `number` of a task."""
     draw = Random(f"{seed}/{name}/{context}/{number}")
     words = prose.started(draw.random())
     draft = TASKS[name].make(Scene(draw, number, context, words))
