@@ -15,9 +15,9 @@ from .sample import Sample
 
 CPU_TOKENS = 16_384
 """Tokens that a CPU reads together: enough to share the weights between rows."""
-DEVICE_COPIES = 2.6
-"""Device memory of one row in sizes of its KV: what was read, a dense copy, and what a step of
-one layer takes."""
+COPIES = 2.6
+"""Device memory of answers in sizes of the KV: what was read, a dense copy, and what a step of one
+layer takes."""
 SHARE = 0.85
 """Share of the free memory that is counted on."""
 
@@ -30,8 +30,10 @@ def batches(samples: Iterable[Sample], most: int) -> Iterator[list[Sample]]:
         key = sample["tokens"] if together else (sample["number"],)
         groups.setdefault(key, []).append(sample)
     for group in groups.values():
-        for first in range(0, len(group), most):
-            yield group[first : first + most]
+        # Batches of about one size.
+        size = -(-len(group) // -(-len(group) // most))
+        for first in range(0, len(group), size):
+            yield group[first : first + size]
 
 
 def fitting(model: Any, context: int) -> int:
@@ -41,15 +43,21 @@ def fitting(model: Any, context: int) -> int:
     # What an earlier batch took is free again only once its caches, parts of cycles, are collected.
     gc.collect()
     torch.cuda.empty_cache()
-    row = kv_bytes(model) * context
-    device = torch.cuda.mem_get_info(model.device)[0] / (DEVICE_COPIES * row)
-    host = psutil.virtual_memory().available / row
+    stored, reading = token_bytes(model)
+    free = torch.cuda.mem_get_info(model.device)[0]
+    device = free / (context * max(COPIES * stored, stored + reading))
+    host = psutil.virtual_memory().available / (context * stored)
     return max(1, int(SHARE * min(device, host)))
 
 
-def kv_bytes(model: Any) -> int:
-    """Bytes of the keys and values of one token."""
+def token_bytes(model: Any) -> tuple[int, int]:
+    """Bytes of the keys and values of one token, and of what one layer makes of it in reading."""
     config = text_config(model.config)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize)
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    stored = 2 * config.num_hidden_layers * kv_heads * dim
+    # Rough counts of tensors that are alive together.
+    reading = 8 * config.hidden_size + 4 * inner + 4 * heads * dim
+    return stored * model.dtype.itemsize, reading * model.dtype.itemsize

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from .arms import DENSE, Arm, parse
-from .tasks import RULER, TASKS
+from .tasks import LANGUAGE, RECALL, RULER, TASKS
 
-GROUPS = {"ruler": tuple(RULER), "all": tuple(TASKS)}
+GROUPS = {"ruler": tuple(RULER), "all": tuple(LANGUAGE), "recall": tuple(RECALL)}
 """Names that stand for several tasks."""
 
 
@@ -29,7 +29,7 @@ class EvalConfig:
     Attributes:
         model: a Hub id or a folder; the packaged SmolLM2-135M-Instruct if empty.
         dtype: "float32" or "bfloat16"; what the machine is fast in if empty.
-        tasks: names of tasks, or "ruler" or "all".
+        tasks: names of tasks, or "ruler" or "all", or "recall" for the small retrieval model.
         contexts: tokens of prompt and answers together.
         arms: as `arms.parse` reads them; dense is always among them.
         samples: of every task at every context.

@@ -9,7 +9,7 @@ from typing import Any
 from ..fill import fill
 from ..prose import Prose
 from ..sample import Sample, Scene, Task
-from . import answering, counting, language, needles, records, tracing
+from . import answering, counting, language, needles, recall, records, tracing
 
 ALL_OF, ANY_OF = "string_match_all", "string_match_part"
 
@@ -34,7 +34,13 @@ RULER: dict[str, Task] = {
 }
 """RULER's thirteen, in its order."""
 
-TASKS: dict[str, Task] = RULER | {
+RECALL: dict[str, Task] = {
+    "recall_one": Task(recall.recall, ALL_OF, "one fact in noise"),
+    "recall_many": Task(partial(recall.recall, many=True), ALL_OF, "one of a thousand facts"),
+}
+"""In the words of the small retrieval model, which `eval/train_retrieval.py` trains."""
+
+LANGUAGE: dict[str, Task] = RULER | {
     "needles_11": Task(
         partial(needles.niah, count=11, queries=11), ALL_OF, "eleven needles at once"
     ),
@@ -45,6 +51,9 @@ TASKS: dict[str, Task] = RULER | {
     "running_total": Task(tracing.running_total, "line_match", "24 steps, each after the last"),
     "language": Task(language.language, "loss", "loss and fidelity on real text"),
 }
+"""Every task for models of natural language."""
+
+TASKS: dict[str, Task] = LANGUAGE | RECALL
 """Every task."""
 
 
