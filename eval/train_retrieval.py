@@ -67,7 +67,7 @@ STAGES = [
     Stage(16384, 4, 400, 5e-4, 1024, 256, 40),
     Stage(65536, 1, 200, 3e-4, 1024, 256, 40),
 ]
-TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 120), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
+TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 150), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
 
 
 def build(words: Words, tiny: bool) -> LlamaForCausalLM:
@@ -210,7 +210,7 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
-    words = Words(16, 16, 16) if tiny else Words()
+    words = Words(16, 48, 16) if tiny else Words()
     stages, span = (TINY, TINY_SPAN) if tiny else (STAGES, SPAN)
     stages = [Stage(**(asdict(s) | {"seconds": s.seconds * scale})) for s in stages]
     model = build(words, tiny).to(device).train()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 END, ASK = "<end>", "?"
-KEYS, VALUES, NOISE = 1024, 512, 512
+KEYS, VALUES, NOISE = 768, 1024, 128
 LENGTH = 4
 """Values of a fact."""
 CELL = LENGTH + 2
