@@ -171,10 +171,16 @@ def test_variables_are_assigned_in_order() -> None:
     assert names == found["turns"][0]["references"] and len(names) == 5
 
 
-@pytest.mark.parametrize(("context", "often", "rarely"), [(2048, 6, 1), (4096, 30, 3)])
-def test_common_words_are_as_common_as_in_ruler(context: int, often: int, rarely: int) -> None:
+@pytest.mark.parametrize(
+    ("context", "often", "rarely", "example"),
+    [(2048, 6, 1, (20, 3, 1)), (4095, 6, 1, (20, 3, 1)), (4096, 30, 3, (40, 10, 3))],
+)
+def test_common_words_are_as_common_as_in_ruler(
+    context: int, often: int, rarely: int, example: tuple[int, int, int]
+) -> None:
+    """Repeats in the list and in its worked example, and how many words the example has."""
     found = draw("cwe", context=context)
-    example, rest = found["text"].rsplit("The 10 most common words are: ", 1)
+    worked, rest = found["text"].rsplit("The 10 most common words are: ", 1)
     words = re.findall(r"\d+\. (\S+)", rest)
     counts = Counter(words[10:])
     common = found["turns"][0]["references"]
@@ -182,8 +188,9 @@ def test_common_words_are_as_common_as_in_ruler(context: int, often: int, rarely
     assert set(counts.values()) == {rarely} and len(counts) > 20
     # The worked example has other words, and its answer is right.
     assert not {*words[:10]} & {*common}
-    shown = Counter(re.findall(r"\d+\. (\S+)", example)).most_common(10)
-    assert {word for word, _ in shown} == {*words[:10]}
+    shown = Counter(re.findall(r"\d+\. (\S+)", worked))
+    assert {word for word, _ in shown.most_common(10)} == {*words[:10]}
+    assert (len(shown), *sorted({*shown.values()}, reverse=True)) == example
 
 
 def test_made_up_words_follow_zipf() -> None:
