@@ -10,6 +10,8 @@ from oasis_eval.arms import DENSE, parse
 from oasis_eval.config import PRESETS, ConfigError, EvalConfig, resolve
 from oasis_eval.tasks import RULER
 
+CONFIGS = sorted((Path(__file__).parents[1] / "eval" / "configs").glob("*.yaml"))
+
 
 def yaml(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.yaml"
@@ -38,6 +40,18 @@ def test_lists_may_be_written_as_words() -> None:
     assert found.arms == ("dense", "mean/fetch/64")
 
 
+def test_answers_are_cut_by_task_or_all_alike(tmp_path: Path) -> None:
+    by_task = resolve(None, yaml(tmp_path, "answer_tokens: {vt: 8, cwe: 999}\n"))
+    assert [by_task.limit(name, 30) for name in ("vt", "cwe", "fwe")] == [8, 30, 30]
+    assert resolve(flags={"answer_tokens": 8}).limit("vt", 30) == 8
+    assert resolve().limit("vt", 30) == 30
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_files_of_the_project_can_be_run(file: Path) -> None:
+    assert resolve(None, file).samples >= 100
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_can_be_run(preset: str) -> None:
     assert resolve(preset).parsed_arms[0] == DENSE
@@ -62,6 +76,9 @@ def test_presets_can_be_run(preset: str) -> None:
         ("model: 3", "model: got 3"),
         ("preset: huge", "preset: got 'huge'"),
         ("answer_tokens: 0", "answer_tokens: got 0"),
+        ("answer_tokens: {vt: 0}", "answer_tokens: got 0"),
+        ("answer_tokens: {nih: 3}", "answer_tokens: got task 'nih'"),
+        ("answer_tokens: {vt: few}", "answer_tokens: got 'few'"),
         ("- samples", "holds no keys"),
     ],
 )

@@ -17,7 +17,8 @@ from oasis_eval.arms import DENSE, Arm, parse
 from oasis_eval.config import ConfigError, EvalConfig, resolve
 from oasis_eval.prompt import opening, plain
 from oasis_eval.prose import Prose
-from oasis_eval.run import evaluated, run
+from oasis_eval.report import write_report
+from oasis_eval.run import evaluated, identity, run
 from oasis_eval.session import Session, answer
 from oasis_eval.tasks import sample
 from oasis_eval.texts import read_text
@@ -67,7 +68,9 @@ def test_every_arm_answers_every_sample_dense_first(
     seen: list[tuple[int, int]] = []
     records = run(config, tmp_path / "run", lambda done, total, _: seen.append((done, total)), pair)
     assert seen == [(n, 18) for n in range(1, 19)]
-    assert [record["arm"] for record in records] == ["dense", ORACLE, FULL] * 6
+    # The two samples of a question are answered together.
+    together, alone = ["dense"] * 2 + [ORACLE] * 2 + [FULL] * 2, ["dense", ORACLE, FULL]
+    assert [record["arm"] for record in records] == together + alone * 4
     assert all(
         len(r["answers"]) == (5 if r["task"] == "ask_again" else 1)
         for r in records
@@ -101,13 +104,40 @@ def test_an_interrupted_run_is_completed(pair: Any, config: EvalConfig, tmp_path
     seen: list[int] = []
     again = run(config, out, lambda done, *_: seen.append(done), pair)
     assert seen == [16, 17, 18]
-    timed = ("seconds", "reading")
-    plain_of = [[{k: v for k, v in r.items() if k not in timed} for r in x] for x in (whole, again)]
-    assert plain_of[0] == plain_of[1]
+    assert plain_of(whole) == plain_of(again)
     assert len(log.read_text().splitlines()) == 18
     seen.clear()
     run(config, out, lambda done, *_: seen.append(done), pair)
     assert not seen
+
+
+def plain_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results without their times."""
+    return [{k: v for k, v in r.items() if k not in ("seconds", "reading")} for r in records]
+
+
+def test_samples_answered_together_answer_as_alone(
+    pair: Any, config: EvalConfig, tmp_path: Path
+) -> None:
+    several = resolve(flags=config.as_dict() | {"samples": 5, "tasks": ["niah_single_2", "vt"]})
+    alone, together = (
+        run(several, tmp_path / f"by {batch}", None, pair, batch=batch) for batch in (1, 3)
+    )
+    assert {record["rows"] for record in alone} == {1}
+    assert max(record["rows"] for record in together) == 3
+    names = ("score", "answers", "ids", "references", "answer_tokens", "tokens")
+
+    def by_sample(records: list[dict[str, Any]]) -> dict[Any, Any]:
+        return {identity(record): [record[name] for name in names] for record in records}
+
+    assert by_sample(alone) == by_sample(together)
+
+
+def test_a_run_ends_in_time_and_goes_on(pair: Any, config: EvalConfig, tmp_path: Path) -> None:
+    cut = run(config, tmp_path / "run", None, pair, seconds=0)
+    assert 0 < len(cut) < 18
+    assert write_report(tmp_path / "run").exists()
+    assert len(run(config, tmp_path / "run", None, pair)) == 18
 
 
 def test_a_folder_of_another_config_is_refused(
@@ -134,10 +164,10 @@ def test_what_was_answered_is_in_the_cache_when_the_next_question_comes(pair: An
     model, tokenizer = pair
     ids = plain(tokenizer, TEXT[:300])
     with torch.inference_mode():
-        session = Session(model, ids[:-1])
+        session = Session(model, [ids[:-1]])
         for arm in (DENSE, parse(FULL)):
             cache = session.cache(arm)
-            found = answer(model, tokenizer, cache, ids[-1:], 5, lambda text: False)
+            (found,) = answer(model, tokenizer, cache, [ids[-1:]], 5, [lambda text: False])
             assert cache.get_seq_length() + len(found.pending) == len(ids) + len(found.ids)
 
 
@@ -150,7 +180,7 @@ def test_fidelity_tells_a_broken_selector(pair: Any, config: EvalConfig) -> None
     oracle = parse(f"{ORACLE}/sink_tokens=0")
     arms = [DENSE, oracle, Arm("backwards", oracle.options | {"index": Backwards})]
     with torch.inference_mode():
-        _, true, wrong = evaluated(*pair, found, arms, config)
+        _, (true,), (wrong,) = evaluated(*pair, [found], arms, config)
     assert true["recall"] > 0.99 and wrong["recall"] < 0.4
     assert wrong["mass"] < true["mass"]
     assert wrong["kl"] > true["kl"]
@@ -176,7 +206,7 @@ def test_selectors_that_are_broken_lose_the_needle() -> None:
             Arm("dropping", options | {"index": drops}),
         ]
         with torch.inference_mode():
-            for record in evaluated(model, tokenizer, found, arms, config):
+            for (record,) in evaluated(model, tokenizer, [found], arms, config):
                 scores.setdefault(record["arm"], []).append(record["score"])
     assert sum(scores["dense"]) >= 2 and scores["oracle"] == scores["dense"]
     assert sum(scores["backwards"]) == 0

@@ -12,11 +12,12 @@ pytest.importorskip("datasets")
 from eval_helpers import TEXT, read_perfectly, word_tokenizer
 
 from oasis_eval.fill import reserved
+from oasis_eval.generation import Generator
 from oasis_eval.metrics import score
 from oasis_eval.prompt import follow_up, opening, plain
 from oasis_eval.prose import Prose
 from oasis_eval.sample import Draft, Scene
-from oasis_eval.tasks import RULER, TASKS, build, sample
+from oasis_eval.tasks import RULER, TASKS, sample
 from oasis_eval.tasks.counting import NOISE
 from oasis_eval.tasks.hiding import DEPTHS, hide
 from oasis_eval.tasks.records import extraction
@@ -78,7 +79,7 @@ def test_prompt_and_answers_fill_the_context(name: str, context: int) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_seed_gives_the_same_samples_however_many(name: str) -> None:
-    few, many = (build(name, TOKENIZER, 2048, count, 5, PROSE) for count in (1, 2))
+    few, many = (Generator(TOKENIZER, PROSE, 5).build(name, 2048, count) for count in (1, 2))
     assert few[0] == many[0] != many[1]
     assert draw(name, 0, 2048, seed=6)["text"] != few[0]["text"]
 
@@ -170,10 +171,16 @@ def test_variables_are_assigned_in_order() -> None:
     assert names == found["turns"][0]["references"] and len(names) == 5
 
 
-@pytest.mark.parametrize(("context", "often", "rarely"), [(2048, 6, 1), (4096, 30, 3)])
-def test_common_words_are_as_common_as_in_ruler(context: int, often: int, rarely: int) -> None:
+@pytest.mark.parametrize(
+    ("context", "often", "rarely", "example"),
+    [(2048, 6, 1, (20, 3, 1)), (4095, 6, 1, (20, 3, 1)), (4096, 30, 3, (40, 10, 3))],
+)
+def test_common_words_are_as_common_as_in_ruler(
+    context: int, often: int, rarely: int, example: tuple[int, int, int]
+) -> None:
+    """Repeats in the list and in its worked example, and how many words the example has."""
     found = draw("cwe", context=context)
-    example, rest = found["text"].rsplit("The 10 most common words are: ", 1)
+    worked, rest = found["text"].rsplit("The 10 most common words are: ", 1)
     words = re.findall(r"\d+\. (\S+)", rest)
     counts = Counter(words[10:])
     common = found["turns"][0]["references"]
@@ -181,8 +188,9 @@ def test_common_words_are_as_common_as_in_ruler(context: int, often: int, rarely
     assert set(counts.values()) == {rarely} and len(counts) > 20
     # The worked example has other words, and its answer is right.
     assert not {*words[:10]} & {*common}
-    shown = Counter(re.findall(r"\d+\. (\S+)", example)).most_common(10)
-    assert {word for word, _ in shown} == {*words[:10]}
+    shown = Counter(re.findall(r"\d+\. (\S+)", worked))
+    assert {word for word, _ in shown.most_common(10)} == {*words[:10]}
+    assert (len(shown), *sorted({*shown.values()}, reverse=True)) == example
 
 
 def test_made_up_words_follow_zipf() -> None:
@@ -218,3 +226,15 @@ def test_every_step_of_the_long_chain_needs_the_one_before() -> None:
     lines = read_perfectly("running_total", found["text"], "").splitlines()
     wrong = [line if n < 3 else line + "0" for n, line in enumerate(lines)]
     assert score("line_match", "\n".join(wrong), found["turns"][0]["references"]) == 3 / 24
+
+
+def test_processes_of_their_own_make_the_same_samples() -> None:
+    with Generator(TOKENIZER, PROSE, 5, workers=2) as several:
+        for task in ("niah_single_2", "cwe"):
+            several.begin(task, 2048, 3)
+        for task in ("niah_single_2", "cwe"):
+            found = several.build(task, 2048, 3)
+            assert found.to_list() == Generator(TOKENIZER, PROSE, 5).build(task, 2048, 3).to_list()
+        several.begin("cwe", 256, 2)
+        with pytest.raises(ValueError, match="cwe: context: got 256"):
+            several.build("cwe", 256, 2)

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from .arms import DENSE, Arm, parse
-from .tasks import RULER, TASKS
+from .tasks import LANGUAGE, RECALL, RULER, TASKS
 
-GROUPS = {"ruler": tuple(RULER), "all": tuple(TASKS)}
+GROUPS = {"ruler": tuple(RULER), "all": tuple(LANGUAGE), "recall": tuple(RECALL)}
 """Names that stand for several tasks."""
 
 
@@ -29,14 +29,14 @@ class EvalConfig:
     Attributes:
         model: a Hub id or a folder; the packaged SmolLM2-135M-Instruct if empty.
         dtype: "float32" or "bfloat16"; what the machine is fast in if empty.
-        tasks: names of tasks, or "ruler" or "all".
+        tasks: names of tasks, or "ruler" or "all", or "recall" for the small retrieval model.
         contexts: tokens of prompt and answers together.
         arms: as `arms.parse` reads them; dense is always among them.
         samples: of every task at every context.
         seed: of everything that is drawn.
         text: real text: "reference", "austen", "essays" or a file; the best there is if empty.
-        answer_tokens: most tokens of any answer, and of any text that is scored; None for each
-            task's own.
+        answer_tokens: most tokens of any answer, and of any text that is scored: a number, or
+            numbers by task; None, and for tasks without a number, each task's own.
     """
 
     model: str = ""
@@ -47,7 +47,7 @@ class EvalConfig:
     samples: int = 8
     seed: int = 0
     text: str = ""
-    answer_tokens: int | None = None
+    answer_tokens: int | dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         tasks = [name for given in self.tasks for name in GROUPS.get(given, (given,))]
@@ -68,12 +68,25 @@ class EvalConfig:
                 raise ConfigError(f"contexts: got {count}, expected 256 tokens or more")
         if self.samples < 1:
             raise ConfigError(f"samples: got {self.samples}, expected 1 or more")
-        if self.answer_tokens is not None and self.answer_tokens < 1:
-            raise ConfigError(f"answer_tokens: got {self.answer_tokens}, expected 1 or more")
+        self._check_answer_tokens()
         if self.dtype not in ("", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype: got {self.dtype!r}, expected float32, bfloat16 or float16")
         object.__setattr__(self, "tasks", tuple(dict.fromkeys(tasks)))
         object.__setattr__(self, "arms", tuple(dict.fromkeys(arm.name for arm in arms)))
+
+    def _check_answer_tokens(self) -> None:
+        given = self.answer_tokens
+        for task, tokens in given.items() if isinstance(given, dict) else [("", given)]:
+            if task and task not in TASKS:
+                raise ConfigError(f"answer_tokens: got task {task!r}, expected some of {[*TASKS]}")
+            if tokens is not None and tokens < 1:
+                raise ConfigError(f"answer_tokens: got {tokens}, expected 1 or more")
+
+    def limit(self, task: str, own: int) -> int:
+        """Most tokens of an answer, for a task whose own limit is given."""
+        given = self.answer_tokens
+        most = given.get(task) if isinstance(given, dict) else given
+        return min(own, most or own)
 
     @property
     def parsed_arms(self) -> list[Arm]:
@@ -192,6 +205,8 @@ def _typed(key: str, value: Any) -> Any:
         values = values if isinstance(values, list | tuple) else [values]
         texts = [str(part).strip() for part in values if str(part).strip()]
         return tuple(_whole(key, text) for text in texts) if key == "contexts" else tuple(texts)
+    if key == "answer_tokens" and isinstance(value, dict):
+        return {str(task): _whole(key, tokens) for task, tokens in value.items()}
     if key in ("samples", "seed") or (key == "answer_tokens" and value is not None):
         return _whole(key, value)
     if key in ("model", "dtype", "text") and not isinstance(value, str):

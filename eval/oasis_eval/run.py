@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,16 +15,19 @@ from transformers.utils import logging
 from oasis_hf.packaged import load, smollm2
 
 from .arms import Arm
+from .batches import batches, fitting
 from .config import ConfigError, EvalConfig
 from .environment import describe
 from .fidelity import closeness, forced, loss, selection
-from .metrics import score
+from .generation import Generator, idle_cores
+from .metrics import scores
 from .prompt import follow_up, opening, plain
 from .prose import Prose
 from .replay import capture
 from .sample import Sample
 from .session import Answer, Session, answer, attended, counts
-from .tasks import TASKS, build
+from .summary import place
+from .tasks import TASKS
 from .texts import available, read_text, source_name
 
 Record = dict[str, Any]
@@ -35,7 +39,12 @@ STOPS = {"string_match_all", "string_match_part"}
 
 
 def run(
-    config: EvalConfig, out: Path, progress: Progress | None = None, pair: Any = None
+    config: EvalConfig,
+    out: Path,
+    progress: Progress | None = None,
+    pair: Any = None,
+    batch: int | None = None,
+    seconds: float | None = None,
 ) -> list[Record]:
     """Runs what is missing in the folder `out`.
 
@@ -44,10 +53,14 @@ def run(
         out: folder of the run; results of an equal config are kept, and completed.
         progress: called after every result.
         pair: a model with the "oasis" attention and its tokenizer; the config's by default.
+        batch: most samples read and answered together; what fits by default. Answers are those of
+            samples alone, but for the rounding of larger products.
+        seconds: no sample or arm is begun after so long; what is missing can be run later.
 
     Raises:
         ConfigError: the folder belongs to another config, or a task or context does not fit.
     """
+    started = time.monotonic()
     records = opened(config, out)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -58,29 +71,49 @@ def run(
     about = describe(model) | {"text": source_name(text)}
     about |= {"config": config.as_dict(), "digest": config.digest}
     (out / "config.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    prose = Prose(read_text(text))
     known = {identity(record) for record in records}
     total = len(config.tasks) * len(config.contexts) * len(config.arms) * config.samples
-    with (out / "samples.jsonl").open("a", encoding="utf-8") as log, torch.inference_mode():
-        for context in config.contexts:
-            for task in config.tasks:
-                try:
-                    samples = build(task, tokenizer, context, config.samples, config.seed, prose)
-                except ValueError as error:
-                    raise ConfigError(f"contexts: {error}") from error
-                for sample in samples:
-                    missing = [
-                        arm
-                        for arm in config.parsed_arms
-                        if (task, context, sample["number"], arm.name) not in known
-                    ]
-                    for record in evaluated(model, tokenizer, sample, missing, config):
-                        records.append(record)
-                        log.write(json.dumps(record) + "\n")
-                        log.flush()
-                        if progress:
-                            progress(len(records), total, record)
+    makes = Generator(tokenizer, Prose(read_text(text)), config.seed, idle_cores(model))
+    with (
+        (out / "samples.jsonl").open("a", encoding="utf-8") as log,
+        torch.inference_mode(),
+        makes,
+    ):
+        for samples in planned(config, makes, model, batch):
+            arms = [arm for arm in config.parsed_arms if _missing(samples, arm, known)]
+            for found in evaluated(model, tokenizer, samples, arms, config):
+                for record in found:
+                    if identity(record) in known:
+                        continue
+                    known.add(identity(record))
+                    records.append(record)
+                    log.write(json.dumps(record) + "\n")
+                    if progress:
+                        progress(len(records), total, record)
+                log.flush()
+                if seconds is not None and time.monotonic() - started > seconds:
+                    return records
     return records
+
+
+def planned(
+    config: EvalConfig, makes: Generator, model: Any, batch: int | None
+) -> Iterator[list[Sample]]:
+    """Yield the samples of every context and task, those together that are answered together."""
+    for context in config.contexts:
+        for task in config.tasks:
+            makes.begin(task, context, config.samples)
+    for context in config.contexts:
+        for task in config.tasks:
+            try:
+                samples = makes.build(task, context, config.samples)
+            except ValueError as error:
+                raise ConfigError(f"contexts: {error}") from error
+            yield from batches(samples, batch or fitting(model, context))
+
+
+def _missing(samples: list[Sample], arm: Arm, known: set[tuple[str, int, int, str]]) -> bool:
+    return any((*place(sample), arm.name) not in known for sample in samples)
 
 
 def opened(config: EvalConfig, out: Path) -> list[Record]:
@@ -127,55 +160,86 @@ def check_length(model: Any, config: EvalConfig) -> None:
 
 
 def evaluated(
-    model: Any, tokenizer: Any, sample: Sample, arms: list[Arm], config: EvalConfig
-) -> Iterator[Record]:
-    """Yield one record for each arm; the prompt is read once, if there are any."""
+    model: Any, tokenizer: Any, samples: list[Sample], arms: list[Arm], config: EvalConfig
+) -> Iterator[list[Record]]:
+    """Yield the records of each arm; the prompts are read once, if there are any arms.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        samples: of one task and length, as `batches` gives them.
+        arms: what answers.
+        config: the run's.
+    """
     if not arms:
         return
-    shared = {name: sample[name] for name in ("task", "context", "number", "tokens", "depths")}
-    judge = answered if sample["turns"] else scored
-    for arm, record in judge(model, tokenizer, sample, arms, config.answer_tokens):
-        yield shared | {"arm": arm.name} | record
+    judge = answered if samples[0]["turns"] else scored
+    for arm, found in judge(model, tokenizer, samples, arms, config):
+        yield [
+            {name: sample[name] for name in ("task", "context", "number", "tokens", "depths")}
+            | {"arm": arm.name, "rows": len(samples)}
+            | record
+            for sample, record in zip(samples, found, strict=True)
+        ]
 
 
 def answered(
-    model: Any, tokenizer: Any, sample: Sample, arms: list[Arm], most: int | None
-) -> Iterator[tuple[Arm, Record]]:
-    """Each arm's answers to the questions of a sample, one after another in one conversation."""
-    first = sample["turns"][0]
-    ids = opening(tokenizer, sample["text"], first["question"], first["lead_in"])
-    session = Session(model, ids[:-1])
-    metric = TASKS[sample["task"]].metric
-    limit = min(sample["answer_tokens"], most or sample["answer_tokens"])
+    model: Any, tokenizer: Any, samples: list[Sample], arms: list[Arm], config: EvalConfig
+) -> Iterator[tuple[Arm, list[Record]]]:
+    """Each arm's answers to the questions of some samples, each sample one conversation."""
+    ids = [
+        opening(tokenizer, sample["text"], first["question"], first["lead_in"])
+        for sample in samples
+        for first in sample["turns"][:1]
+    ]
+    session = Session(model, [row[:-1] for row in ids])
+    task = samples[0]["task"]
+    metric, limit = TASKS[task].metric, config.limit(task, samples[0]["answer_tokens"])
     for arm in arms:
         started = time.perf_counter()
         cache = session.cache(arm)
-        answers: list[Answer] = []
-        given = ids[-1:]
-        for turn in sample["turns"]:
-            if answers:
-                asked = follow_up(tokenizer, turn["question"], turn["lead_in"])
-                given = answers[-1].pending + asked
-            found = answer(model, tokenizer, cache, given, limit, stop(metric, turn["references"]))
-            answers.append(found)
-        scores = [
-            score(metric, found.text, turn["references"])
-            for found, turn in zip(answers, sample["turns"], strict=True)
-        ]
-        record: Record = {
-            "score": sum(scores) / len(scores),
-            "answers": [found.text for found in answers],
-            "ids": answers[0].ids,
-            "references": [turn["references"] for turn in sample["turns"]],
-            "answer_tokens": sum(len(found.ids) for found in answers),
-            "seconds": round(time.perf_counter() - started, 2),
-            "reading": round(session.seconds, 2),
+        turns: list[list[Answer]] = []
+        given = [row[-1:] for row in ids]
+        for turn in zip(*(sample["turns"] for sample in samples), strict=True):
+            if turns:
+                asked = (follow_up(tokenizer, one["question"], one["lead_in"]) for one in turn)
+                given = [row.pending + more for row, more in zip(turns[-1], asked, strict=True)]
+            stops = [stop(metric, one["references"]) for one in turn]
+            turns.append(answer(model, tokenizer, cache, given, limit, stops))
+        took = (time.perf_counter() - started) / len(samples)
+        shared: Record = {
+            "seconds": round(took, 3),
+            "reading": round(session.seconds / len(samples), 3),
         }
-        record |= counts(cache)
+        shared |= counts(cache)
         if not arm.dense:
-            steps = range(len(ids) - 1, len(ids) - 1 + max(1, len(answers[0].ids)))
-            record["attended"] = attended(cache, steps)
-        yield arm, record
+            start = len(ids[0]) - 1
+            steps = max(1, *(len(row.ids) for row in turns[0]))
+            shared["attended"] = attended(cache, range(start, start + steps))
+        yield (
+            arm,
+            [
+                _record(metric, sample, list(answers)) | shared
+                for sample, answers in zip(samples, zip(*turns, strict=True), strict=True)
+            ],
+        )
+        del cache
+        if model.device.type == "cuda":
+            # A cache is part of a cycle, and the next arm needs its memory.
+            gc.collect()
+
+
+def _record(metric: str, sample: Sample, answers: list[Answer]) -> Record:
+    references = [turn["references"] for turn in sample["turns"]]
+    texts = [found.text for found in answers]
+    found = scores(metric, texts, references)
+    return {
+        "score": sum(found) / len(found),
+        "answers": texts,
+        "ids": answers[0].ids,
+        "references": references,
+        "answer_tokens": sum(len(found.ids) for found in answers),
+    }
 
 
 def stop(metric: str, references: list[str]) -> Callable[[str], bool]:
@@ -190,19 +254,20 @@ def score_is_full(metric: str, text: str, references: list[str]) -> bool:
 
 
 def scored(
-    model: Any, tokenizer: Any, sample: Sample, arms: list[Arm], most: int | None
-) -> Iterator[tuple[Arm, Record]]:
+    model: Any, tokenizer: Any, samples: list[Sample], arms: list[Arm], config: EvalConfig
+) -> Iterator[tuple[Arm, list[Record]]]:
     """Each arm's loss on the last tokens of a text, and how close it stays to dense attention."""
+    (sample,) = samples
     ids = plain(tokenizer, sample["text"])
-    steps = min(sample["answer_tokens"], most or sample["answer_tokens"])
-    session = Session(model, ids[: -steps - 1])
+    steps = config.limit(sample["task"], sample["answer_tokens"])
+    session = Session(model, [ids[: -steps - 1]])
     # Each step predicts the next token: the last one is only predicted.
     given, targets = torch.tensor([ids[-steps - 1 : -1]]), torch.tensor(ids[-steps:])
     dense_cache = session.cache(Arm("dense"))
     dense, layers = capture(model, dense_cache, given)
     for arm in arms:
         started = time.perf_counter()
-        record: Record = {"reading": round(session.seconds, 2)}
+        record: Record = {"reading": round(session.seconds, 3)}
         logits = dense
         if not arm.dense:
             cache = session.cache(arm)
@@ -210,5 +275,5 @@ def scored(
             record |= counts(cache) | closeness(logits, dense) | selection(layers, arm)
             record["attended"] = attended(cache, range(len(ids) - steps - 1, len(ids) - 1))
         record["loss"] = loss(logits, targets)
-        record["seconds"] = round(time.perf_counter() - started, 2)
-        yield arm, record
+        record["seconds"] = round(time.perf_counter() - started, 3)
+        yield arm, [record]

@@ -1,10 +1,11 @@
-"""Reading a prompt once, and continuing copies of it."""
+"""Reading prompts of one length once, and continuing copies of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,11 +32,27 @@ def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
 
 
 def read(model: Any, ids: Tensor) -> OasisCache:
-    """Reads `ids` `[rows, tokens]` densely, in pieces."""
+    """Reads `ids` `[rows, tokens]` densely; in pieces on a CPU, where they would take memory.
+
+    A GPU reads in TF32 where the model is in float32: all arms continue the same keys and values,
+    and every decoded token is computed in full float32.
+    """
     base = OasisCache(model, index="streaming", on_miss="skip")
-    for piece in ids.split(PREFILL_CHUNK, dim=1):
-        feed(model, base, piece)
+    pieces = [ids] if model.device.type == "cuda" else ids.split(PREFILL_CHUNK, dim=1)
+    with _tf32():
+        for piece in pieces:
+            feed(model, base, piece)
     return base
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def dense_copy(model: Any, base: OasisCache) -> DynamicCache:
@@ -44,93 +61,134 @@ def dense_copy(model: Any, base: OasisCache) -> DynamicCache:
     Raises:
         ValueError: some layers are not offloaded, so that their contents may not be all there.
     """
-    copy = DynamicCache(config=model.config)
+    return _dynamic(model, histories(base))
+
+
+def histories(base: OasisCache) -> list[tuple[Tensor, Tensor]]:
+    """K `[rows, heads, tokens, dim]` and V of every layer, on the device.
+
+    Raises:
+        ValueError: some layers are not offloaded, so that their contents may not be all there.
+    """
+    found = []
     for number, layer in enumerate(base.layers):
         if not isinstance(layer, OasisLayer):
             raise ValueError(f"layer {number} is not offloaded: read the prompt into DynamicCache")
         k, v, _ = layer.history(layer.lengths.tolist())
-        copy.update(k, v, number)
-    return copy
+        found.append((k, v))
+    return found
+
+
+def _dynamic(model: Any, held: list[tuple[Tensor, Tensor]]) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    for number, (k, v) in enumerate(held):
+        cache.update(k, v, number)
+    return cache
 
 
 class Session:
-    """One prompt that was read, to be continued by any number of arms.
+    """Prompts of one length that were read, to be continued by one arm after another.
+
+    Where all layers are offloaded, arms share the host memory of what was read: only the newest
+    arm's cache may be continued.
 
     Args:
         model: the model, with its attention set to "oasis".
-        ids: `[tokens]` all of the prompt but its last token.
+        ids: `[rows][tokens]` all of the prompts but their last token.
     """
 
-    def __init__(self, model: Any, ids: list[int]) -> None:
-        self.model, self.ids = model, torch.tensor([ids])
+    def __init__(self, model: Any, ids: list[list[int]]) -> None:
+        self.model, self.ids = model, torch.tensor(ids)
         started = time.perf_counter()
         self.base = read(model, self.ids)
+        offloaded = all(isinstance(layer, OasisLayer) for layer in self.base.layers)
+        self.held = histories(self.base) if offloaded else None
         self.seconds = time.perf_counter() - started
 
     def cache(self, arm: Arm) -> Any:
         """A copy for one arm."""
+        if self.held is not None:
+            return _dynamic(self.model, self.held) if arm.dense else self._borrowing(arm)
         if not arm.dense:
             return self.base.fork(**arm.options)
-        if all(isinstance(layer, OasisLayer) for layer in self.base.layers):
-            return dense_copy(self.model, self.base)
         cache = DynamicCache(config=self.model.config)
         for piece in self.ids.split(PREFILL_CHUNK, dim=1):
             feed(self.model, cache, piece)
         return cache
 
+    def _borrowing(self, arm: Arm) -> OasisCache:
+        """A cache over the host memory of what was read."""
+        assert self.held is not None
+        if arm.options.get("block_size", self.base.oasis_config.block_size) != (
+            self.base.oasis_config.block_size
+        ):
+            return self.base.fork(**arm.options)
+        cache = OasisCache(self.model, **arm.options)
+        if any(not isinstance(layer, OasisLayer) for layer in cache.layers):
+            raise ValueError(f"{arm.name}: dense_layers cannot be continued from offloaded ones")
+        cache.ledger.copy_from(self.base.ledger)
+        layers = zip(self.base.offloaded, cache.offloaded, self.held, strict=True)
+        for old, new, (k, v) in layers:
+            new.adopt(k, v, old.lengths, old.columns, owner=old)
+        return cache
+
 
 @dataclass
 class Answer:
-    """What one arm answered.
+    """What one arm answered to one prompt.
 
     Attributes:
         text: the answer without its end.
         ids: its tokens.
         pending: of these, what the cache has not been given yet: the last one, unless the model
-            ended the answer itself.
+            ended the answer itself. Means nothing where rows were answered together.
+        done: whether it has ended, or can get no better.
     """
 
-    text: str
-    ids: list[int]
-    pending: list[int]
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    done: bool = False
 
 
 def answer(
     model: Any,
     tokenizer: Any,
     cache: Any,
-    ids: list[int],
+    ids: list[list[int]],
     limit: int,
-    complete: Callable[[str], bool],
-) -> Answer:
-    """Decodes greedily.
+    complete: list[Callable[[str], bool]],
+) -> list[Answer]:
+    """Decodes greedily until every row is done; rows that are done earlier go on unheard.
 
     Args:
         model: the model.
         tokenizer: its tokenizer.
         cache: holds all before `ids`.
-        ids: what is given next; decoding starts after its last token.
-        limit: most tokens.
-        complete: whether an answer can get no better, so that decoding may stop.
+        ids: `[rows][tokens]` what is given next; decoding starts after its last tokens.
+        limit: most tokens of an answer.
+        complete: for each row, whether an answer can get no better, so that it may stop.
     """
-    found: list[int] = []
-    pending: list[int] = []
-    text = ""
+    given = torch.tensor(ids)
     # The last token alone, so that it attends as decoded ones do.
-    if ids[:-1]:
-        feed(model, cache, torch.tensor([ids[:-1]]))
-    token, last = torch.tensor([ids[-1:]]), ends(model, tokenizer)
-    while len(found) < limit:
+    if given.shape[1] > 1:
+        feed(model, cache, given[:, :-1])
+    token, last = given[:, -1:], ends(model, tokenizer)
+    rows = [Answer() for _ in ids]
+    for _ in range(limit):
         token = feed(model, cache, token).argmax(-1, keepdim=True)
-        new = int(token.item())
-        pending = [] if new in last else [new]
-        if new in last:
+        for row, new, full in zip(rows, token[:, 0].tolist(), complete, strict=True):
+            if row.done:
+                continue
+            row.pending = [] if new in last else [new]
+            row.done = new in last
+            if not row.done:
+                row.ids.append(new)
+                row.text = tokenizer.decode(row.ids, skip_special_tokens=True).strip()
+                row.done = full(row.text)
+        if all(row.done for row in rows):
             break
-        found.append(new)
-        text = tokenizer.decode(found, skip_special_tokens=True)
-        if complete(text):
-            break
-    return Answer(text.strip(), found, pending)
+    return rows
 
 
 def ends(model: Any, tokenizer: Any) -> set[int]:
@@ -141,12 +199,12 @@ def ends(model: Any, tokenizer: Any) -> set[int]:
 
 
 def counts(cache: Any) -> dict[str, float]:
-    """What a cache counted: shares of the wanted blocks, and bytes fetched per step."""
+    """What a cache counted: shares of the wanted blocks, and bytes fetched per step and row."""
     if not isinstance(cache, OasisCache):
         return {}
     stats = cache.stats()
     found = {name: round(getattr(stats, name), 5) for name in COUNTED}
-    moved = stats.bytes_fetched - stats.bytes_filled
+    moved = (stats.bytes_fetched - stats.bytes_filled) / cache.offloaded[0].batch_size
     return found | {"steps": stats.steps, "bytes_per_step": moved / max(1, stats.steps)}
 
 

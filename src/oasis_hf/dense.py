@@ -27,11 +27,17 @@ def dense_attention(
     """
     rows, total = query.shape[2], key.shape[2]
     gqa = query.shape[1] != key.shape[1]
+    flash = _flash_serves(query, key, value)
     if valid is None and rows == total:
+        if gqa and query.is_cuda and not flash:
+            # No other kernel takes fewer KV heads than queries without holding all logits at once.
+            groups = query.shape[1] // key.shape[1]
+            key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+            gqa = False
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=rows > 1, scale=scaling, enable_gqa=gqa
         )
-    if valid is None and _flash_serves(query, key, value):
+    if valid is None and flash:
         if can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, False, gqa)):
             return _in_two_parts(query, key, value, scaling)
         lower_right = causal_lower_right(rows, total)

@@ -279,16 +279,31 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         elif after is not None and after.is_initialized and after.device == self.device:
             self.ahead.start(after, 0, before[0])
 
-    def adopt(self, key: Tensor, value: Tensor, lengths: Tensor, columns: int) -> None:
+    def adopt(
+        self,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor,
+        columns: int,
+        owner: "OasisLayer | None" = None,
+    ) -> None:
         """Fill an empty layer with a saved history.
 
         Args:
             key: `[B, H, L, Dk]`; value `[B, H, L, Dv]`; no padding, zeros past a sequence's end.
             lengths: `[B]` tokens of each sequence.
             columns: tokens given, padding included.
+            owner: a layer that holds this history, with sequences of one length. Its host memory
+                is used as it is, and nothing copied: whatever this layer stores from now on goes
+                there too. The owner must not go on, and of several borrowers only the newest may.
         """
         self.lazy_initialization(key, value)
+        if owner is not None:
+            self.borrow(owner)
         self.reserve(columns)
+        if owner is not None:
+            self.extend(key, value, None)
+            return
         column = torch.arange(key.shape[2], device=self.device)
         self.extend(key, value, column[None] < lengths[:, None].to(self.device))
 

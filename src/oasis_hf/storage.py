@@ -31,6 +31,8 @@ class LayerStorage:
         in_turn: whether the newest rows were such a verification.
         cold: whether the resident set is to be filled anew, after a prompt.
         recording: whether drafts may be cropped after a forward; set by the cache.
+        borrowed: first tokens of each sequence that the store held before this layer; a host
+            number.
     """
 
     config: OasisConfig
@@ -72,8 +74,21 @@ class LayerStorage:
         self._settled: tuple[list[int], list[int]] | None = None
         self.cold = True
         self.fresh = 0
+        self.borrowed = 0
         self.counters = LayerCounters(device)
         self.engine = build_engine(self)
+
+    def borrow(self, owner: "LayerStorage") -> None:
+        """Use the host memory of a layer of the same shape, with all that it holds."""
+        lengths, committed = owner.settled()
+        if len(set(lengths)) > 1 or owner.geometry.block != self.geometry.block:
+            raise ValueError(
+                f"owner: got sequences of {sorted(set(lengths))} tokens in blocks of "
+                f"{owner.geometry.block}, expected one length and blocks of "
+                f"{self.geometry.block}; copy its history instead"
+            )
+        owner.engine.join()
+        self.store, self.borrowed = owner.store, committed[0]
 
     def reserve(self, rows: int) -> None:
         """Make room for the new tokens in every part that grows."""
@@ -203,14 +218,17 @@ class LayerStorage:
     ) -> int:
         """Returns how many tokens left the tail or never entered it."""
         g = self.geometry
-        held = torch.arange(committed, length, device=self.device) % self.tail.places
-        k = torch.cat([self.tail.k[rows][:, :, held], k], 2)
-        v = torch.cat([self.tail.v[rows][:, :, held], v], 2)
+        place = torch.arange(committed, length, device=self.device) % self.tail.places
+        k = torch.cat([self.tail.k[rows][:, :, place], k], 2)
+        v = torch.cat([self.tail.v[rows][:, :, place], v], 2)
         total = k.shape[2]
         moved = max(0, total - keep) // g.group * g.group
         if moved:
-            blocks_k, blocks_v = (t[:, :, :moved].unflatten(2, (-1, g.block)) for t in (k, v))
-            self.store.write_range(rows, committed // g.block, blocks_k, blocks_v)
+            # What a borrowed store holds already is not written again.
+            held = min(max(0, self.borrowed - committed), moved) // g.block * g.block
+            if held < moved:
+                parts = (t[:, :, held:moved].unflatten(2, (-1, g.block)) for t in (k, v))
+                self.store.write_range(rows, (committed + held) // g.block, *parts)
             groups = k[:, :, :moved].unflatten(2, (-1, g.group))
             self.index.write_range(rows, committed // g.group, groups)
             # From here on the ring may lose what is in the store.

@@ -30,6 +30,11 @@ def metric(name: str) -> evaluate.Metric:
 
 def score(name: str, answer: str, references: list[str]) -> float:
     """What one answer is worth, 0 to 1."""
-    result = metric(name).compute(predictions=[answer], references=[references])
+    return scores(name, [answer], [references])[0]
+
+
+def scores(name: str, answers: list[str], references: list[list[str]]) -> list[float]:
+    """What each answer is worth, 0 to 1; all at once, as a call of `evaluate` takes its time."""
+    result = metric(name).compute(predictions=answers, references=references)
     assert result is not None
-    return float(result["score"])
+    return [float(value) for value in result["scores"]]

@@ -1,4 +1,4 @@
-"""The tasks by name, and data sets of them."""
+"""The tasks by name, and their samples."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from datasets import Dataset
-
 from ..fill import fill
 from ..prose import Prose
-from ..sample import FEATURES, Sample, Scene, Task
-from . import answering, counting, language, needles, records, tracing
+from ..sample import Sample, Scene, Task
+from . import answering, counting, language, needles, recall, records, tracing
 
 ALL_OF, ANY_OF = "string_match_all", "string_match_part"
 
@@ -36,7 +34,13 @@ RULER: dict[str, Task] = {
 }
 """RULER's thirteen, in its order."""
 
-TASKS: dict[str, Task] = RULER | {
+RECALL: dict[str, Task] = {
+    "recall_one": Task(recall.recall, ALL_OF, "one fact in noise"),
+    "recall_many": Task(partial(recall.recall, many=True), ALL_OF, "one of as many facts as there are keys"),
+}
+"""In the words of the small retrieval model, which `eval/train_retrieval.py` trains."""
+
+LANGUAGE: dict[str, Task] = RULER | {
     "needles_11": Task(
         partial(needles.niah, count=11, queries=11), ALL_OF, "eleven needles at once"
     ),
@@ -47,31 +51,26 @@ TASKS: dict[str, Task] = RULER | {
     "running_total": Task(tracing.running_total, "line_match", "24 steps, each after the last"),
     "language": Task(language.language, "loss", "loss and fidelity on real text"),
 }
+"""Every task for models of natural language."""
+
+TASKS: dict[str, Task] = LANGUAGE | RECALL
 """Every task."""
 
 
-def build(
-    name: str, tokenizer: Any, context: int, samples: int, seed: int, prose: Prose
-) -> Dataset:
-    """A data set of one task at one length; the same arguments give the same samples.
+def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
+    """Draws one sample; the same arguments give the same one.
 
     Args:
         name: one of `TASKS`.
         tokenizer: the model's.
         context: tokens of prompt and answers together.
-        samples: how many. Fewer are the first of more.
+        number: of the sample in its data set.
         seed: of everything that is drawn.
         prose: real text.
 
     Raises:
         ValueError: the task does not fit into `context`.
     """
-    rows = [sample(name, tokenizer, context, number, seed, prose) for number in range(samples)]
-    return Dataset.from_list(rows, features=FEATURES)
-
-
-def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
-    """Sample `number` of a task."""
     draw = Random(f"{seed}/{name}/{context}/{number}")
     words = prose.started(draw.random())
     draft = TASKS[name].make(Scene(draw, number, context, words))

@@ -11,7 +11,7 @@ from ..words import keys, made_up
 
 COMMON = 10
 SHORT = 4096
-"""Contexts below this repeat words less often, as in RULER."""
+"""Contexts below this repeat words less often and have a shorter example, as in RULER."""
 ALPHA = 2.0
 ZETA = math.pi**2 / 6
 """The Riemann zeta function at `ALPHA`."""
@@ -21,8 +21,9 @@ NOISE = "..."
 def common_words(scene: Scene) -> Draft:
     """A numbered list of words: ten are common, the rest rare; a worked example comes first."""
     often, rarely = (6, 1) if scene.context < SHORT else (30, 3)
+    # The example has 20 words in all, or 40.
     example_often, example_rarely, example_rest = (
-        (3, 1, 20) if scene.context < SHORT else (10, 3, 40)
+        (3, 1, 10) if scene.context < SHORT else (10, 3, 30)
     )
     words = vocabulary(scene, 2 * COMMON + example_rest + scene.context // 4)
     shown, common = words[:COMMON], words[COMMON : 2 * COMMON]

@@ -44,6 +44,14 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; an equal run there is completed.")
     ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Most samples read and answered together; what fits by default.", min=1),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Begin nothing after so long; the same command goes on.", min=0),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
 ) -> None:
     """Let several caches answer the same prompts, and report how they compare to dense attention.
@@ -72,7 +80,8 @@ def evaluate(
         chosen = resolve(preset, config, flags)
         folder = out or Path("oasis-eval") / f"{preset or 'run'}-{chosen.digest}"
         with _progress() as progress:
-            run(chosen, folder, _updating(progress))
+            limit = None if minutes is None else 60 * minutes
+            run(chosen, folder, _updating(progress), batch=batch, seconds=limit)
         page = write_report(folder)
     except (ConfigError, FileNotFoundError, ModuleNotFoundError) as error:
         _fail("eval", error)
@@ -139,13 +148,33 @@ def _progress() -> Progress:
 
 
 def _updating(progress: Progress) -> Any:
-    """A function that shows each result."""
+    """A function that shows each result; without a terminal, a line where an arm has answered."""
+    if not progress.console.is_terminal:
+        return _telling()
     bar = progress.add_task("reading the first prompt", total=None)
 
     def update(done: int, total: int, record: dict[str, Any]) -> None:
         value = record.get("score", record.get("loss"))
         what = f"{record['task']} {record['context']:,} {record['arm']}: {value:.2f}"
         progress.update(bar, completed=done, total=total, description=what)
+
+    return update
+
+
+def _telling() -> Any:
+    """A function that writes a line for the results of an arm that came together."""
+    values: list[float] = []
+
+    def update(done: int, total: int, record: dict[str, Any]) -> None:
+        values.append(record["score"] if "score" in record else record["loss"])
+        if len(values) < record["rows"] and done < total:
+            return
+        typer.echo(
+            f"{done}/{total} {record['task']} {record['context']:,} {record['arm']}: "
+            f"{sum(values) / len(values):.3f}, {record['seconds'] * len(values):.1f} s",
+            err=True,
+        )
+        values.clear()
 
     return update
 
