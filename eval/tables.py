@@ -219,9 +219,14 @@ def _bench_note(results: dict[str, Any], rows: Cells) -> str:
         f"{unless}, block 16, cap 0.05; ms per decode step. Floor: max(HBM bytes / copy bandwidth, "
         "link bytes / link bandwidth)."
     ]
-    piece = next((row["piece"] for row in rows if "prompt_peak_hbm_bytes" in row), None)
-    if piece is not None:
-        notes.append(f"With a prompt: while its last {piece:,} tokens of each sequence are read.")
+    read = [row for row in rows if "prompt_peak_ratio" in row]
+    if read:
+        pieces = " or ".join(f"{size:,}" for size in sorted({row["piece"] for row in read})[::-1])
+        ratios = [row["prompt_peak_ratio"] for row in read]
+        notes.append(
+            f"With a prompt: while its last {pieces} tokens of each sequence are read; "
+            f"{min(ratios):.2f} to {max(ratios):.2f} x what the sizes predict."
+        )
     return " ".join(
         [
             *notes,

@@ -14,7 +14,7 @@ from helpers import prompt, tiny_model
 
 from oasis_hf import OasisCache
 from oasis_hf.bench import Case, Choices, arms, plan, profiling, prompts, workload
-from oasis_hf.bench.memory import predicted_bytes
+from oasis_hf.bench.memory import piece, predicted_bytes, predicted_piece_bytes
 from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
 from oasis_hf.cli.bench import line
 
@@ -129,6 +129,17 @@ def test_predicted_bytes_are_the_weights_and_what_the_cache_reports(index: str) 
     held = cache.stats().hbm_bytes
     assert held > 0
     assert predicted_bytes(cache, model) == weights + held
+
+
+def test_a_piece_takes_two_copies_of_one_layer_and_the_models_own_work() -> None:
+    model = tiny_model("llama")
+    cache, config = OasisCache(model, budget=64), model.config
+    with torch.no_grad():
+        model(input_ids=prompt(100, 2), past_key_values=cache)
+    token = 2 * config.num_key_value_heads * config.head_dim * 4
+    work = 2 * 2048 * (3 * config.intermediate_size + 5 * config.hidden_size) * 4
+    assert predicted_piece_bytes(cache, model) == 2 * 100 * token + work
+    assert [piece(batch) for batch in (1, 8, 32)] == [2048, 2048, 512]
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -305,7 +316,7 @@ def test_a_line_of_an_examined_case_has_its_kernels_below() -> None:
     head, *rest = line(found | {"prompt_peak_hbm_bytes": 4e10, "prompt_peak_ratio": 1.25}).split(
         "\n"
     )
-    assert "peak 40.0 GB, 1.25 x weights" in head
+    assert "peak 40.0 GB, 1.25 x predicted" in head
     assert [row.split() for row in rest] == [
         ["1000.0", "us", "32.0", "calls", "66.7%", "scan"],
         ["500.0", "us", "16.0", "calls", "33.3%", "plan"],

@@ -20,7 +20,13 @@ from ..cache import OasisCache
 from .arms import Step, fill, step_of
 from .ceilings import measure
 from .gate import CHECKS, COMPILED, FUSED, GateFailedError, largest_difference
-from .memory import PIECE, predicted_bytes, prompt_peak, release
+from .memory import (
+    piece,
+    predicted_bytes,
+    predicted_piece_bytes,
+    prompt_peak,
+    release,
+)
 from .plan import Case
 from .profiling import kernel_times
 from .prompts import first_tokens
@@ -108,12 +114,14 @@ def examine(model: LlamaForCausalLM, case: Case, profile: bool) -> dict[str, Any
 
     A pass of its own, after the timing: a profiler may slow down what runs after it.
     """
-    cache = filled_cache(model, case.batch, case.tokens - PIECE, **case.options)
-    found: dict[str, Any] = {"piece": PIECE}
+    size = piece(case.batch)
+    cache = filled_cache(model, case.batch, case.tokens - size, **case.options)
+    found: dict[str, Any] = {"piece": size}
     try:
         peak = prompt_peak(model, cache, model.config.vocab_size)
         found["prompt_peak_hbm_bytes"] = peak
-        found["prompt_peak_ratio"] = peak / predicted_bytes(cache, model)
+        predicted = predicted_bytes(cache, model) + predicted_piece_bytes(cache, model)
+        found["prompt_peak_ratio"] = peak / predicted
     except Exception as error:
         found["prompt_error"] = _said(error)
     if profile:
@@ -202,7 +210,7 @@ def run(
         try:
             found = examine(model, case, profile)
         except Exception as error:
-            found = {"piece": PIECE, "prompt_error": _said(error)}
+            found = {"piece": piece(case.batch), "prompt_error": _said(error)}
         row |= found
         report({"batch": case.batch, "tokens": case.tokens} | found, record)
     for tokens in prompts:

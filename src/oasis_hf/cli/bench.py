@@ -148,7 +148,7 @@ def _examined(row: dict[str, Any]) -> str:
         text += row["prompt_error"]
     else:
         peak = _gigabytes(row["prompt_peak_hbm_bytes"]).strip()
-        text += f"peak {peak}, {row['prompt_peak_ratio']:.2f} x weights and working set"
+        text += f"peak {peak}, {row['prompt_peak_ratio']:.2f} x predicted"
     kernels = [
         f"  {kernel['us']:9.1f} us {kernel['calls']:7.1f} calls {kernel['share']:6.1%}  "
         f"{kernel['name'][:80]}"

@@ -232,7 +232,7 @@ def plan_step(
     slots = tables[1].shape[2] - 1
     device = scores.logits.device
     launch = _settings(device)
-    victims = torch.empty(pairs, 2 * _pow2(slots), dtype=INT32, device=device)
+    victims = torch.empty(pairs, 3 * _pow2(slots), dtype=INT32, device=device)
     size, programs = _pow2(blocks), scores.partial.shape[1]
     chosen = scores.chosen if scores.chosen is not None else victims
     plan.plan_kernel[(pairs,)](

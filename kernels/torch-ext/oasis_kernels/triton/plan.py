@@ -78,13 +78,21 @@ def candidates_kernel(
 
 
 @triton.jit
-def _list(entries, count, mask, place, total, bh, ids, slots, CP: tl.constexpr):
-    """Append the `total` fetches of `mask` to a list; `place` counts them from one."""
+def _room(count, total):
+    """Where `total` more entries of a list begin; asked for early, as the answer takes a while."""
+    first = 0
     if total > 0:
-        entry = entries + (tl.atomic_add(count, total) + place - 1) * 3
-        tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=mask)
-        tl.store(entry + 1, ids, mask=mask)
-        tl.store(entry + 2, slots, mask=mask)
+        first = tl.atomic_add(count, total)
+    return first
+
+
+@triton.jit
+def _list(entries, first, mask, place, bh, ids, slots, CP: tl.constexpr):
+    """Write the fetches of `mask` to a list from `first` on; `place` counts them from one."""
+    entry = entries + (first + place - 1) * 3
+    tl.store(entry, tl.zeros((CP,), tl.int32) + bh.to(tl.int32), mask=mask)
+    tl.store(entry + 1, ids, mask=mask)
+    tl.store(entry + 2, slots, mask=mask)
 
 
 @triton.jit
@@ -103,7 +111,7 @@ def plan_kernel(
     Arrays: logits `[BH, Q, C]`; chosen `[BH, C / PER]` groups of the candidates; slot_of_block
     `[BH, N + 1]`, block_of_slot and last_selected `[BH, S + 1]`; attended `[BH, K]` slots in block
     order, -1 behind the last; now_list and later_list `[BH * K, 3]` of (bh, block, slot); victims
-    `[BH, 2, SP]` scratch; counters `[7]`: wanted, hits,
+    `[BH, 3, SP]` scratch; counters `[7]`: wanted, hits,
     now, later, turnover, filled, steps.
     """
     bh = tl.program_id(0).to(tl.int64)
@@ -153,6 +161,7 @@ def plan_kernel(
     n_later = (totals >> (2 * ONE)).to(tl.int32)
     given = tl.zeros((CP,), tl.int32) - 1
     if n_now + n_later > 0:
+        first_now, first_later = _room(now_count, n_now), _room(later_count, n_later)
         # The ages written above are read back by other threads of this program.
         tl.debug_barrier()
         i_s = tl.arange(0, SP)
@@ -160,19 +169,22 @@ def plan_kernel(
         age = tl.load(ages + i_s, mask=i_s < S, other=0)
         owner = tl.load(owners + i_s, mask=i_s < S, other=0)
         order = tl.where(i_s < S, eviction_order(owner, age, now_time), tl.zeros((SP,), tl.uint32))
-        turns = victims + bh * 2 * SP
-        rank = descending_rank(order, turns + SP, SP, 32 if SP > 32 else SP)
-        tl.store(turns + rank, i_s, mask=rank < n_now + n_later)
+        turns = victims + bh * 3 * SP
+        rank = descending_rank(order, turns, SP, 32 if SP > 32 else SP)
+        first_out = rank < n_now + n_later
+        tl.store(turns + SP + rank, i_s, mask=first_out)
+        tl.store(turns + 2 * SP + rank, owner, mask=first_out)
         tl.debug_barrier()
-        given = tl.load(turns + i_now + i_later - 1, mask=take, other=-1)
-        old = tl.load(owners + given, mask=take, other=-1)
+        turn = turns + SP + i_now + i_later - 1
+        given = tl.load(turn, mask=take, other=-1)
+        old = tl.load(turn + SP, mask=take, other=-1)
         homes = slot_of_block + bh * (N + 1)
         tl.store(homes + old, tl.zeros((CP,), tl.int32) - 1, mask=take & (old >= 0))
         tl.store(homes + ids, given, mask=take)
         tl.store(owners + given, ids, mask=take)
         tl.store(ages + given, tl.zeros((CP,), tl.int32) + now_time, mask=take)
-        _list(now_list, now_count, now, i_now, n_now, bh, ids, given, CP)
-        _list(later_list, later_count, later, i_later, n_later, bh, ids, given, CP)
+        _list(now_list, first_now, now, i_now, bh, ids, given, CP)
+        _list(later_list, first_later, later, i_later, bh, ids, given, CP)
     if FILL:
         tl.atomic_add(counters + 5, n_now.to(tl.int64))
     else:

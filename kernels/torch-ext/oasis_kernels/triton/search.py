@@ -114,7 +114,8 @@ def descending_rank(key, scratch, SP: tl.constexpr, CHUNK: tl.constexpr):
     tl.store(scratch + i_s, signed)
     tl.debug_barrier()
     rank = tl.zeros((SP,), tl.int32)
-    for first in range(0, SP, CHUNK):
+    # Several chunks are read at once: their loads wait side by side.
+    for first in tl.range(0, SP, CHUNK, loop_unroll_factor=8):
         i_o = first + tl.arange(0, CHUNK)
         other = tl.load(scratch + i_o)
         before = (other[None, :] == signed[:, None]) & (i_o[None, :] < i_s[:, None])
