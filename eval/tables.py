@@ -250,6 +250,48 @@ def mass(results: dict[str, Any]) -> str:
     return table(["choice", *(f"{b:,}" for b in budgets)], lines)
 
 
+def accuracy(results: dict[str, Any]) -> str:
+    """Scores over all tasks and paired differences to dense attention, by arm and budget."""
+    about, cells = results["about"], results["scores"]
+    cells = [cell for cell in cells if cell["task"] == "all tasks"]
+    tasks = list(dict.fromkeys(c["task"] for c in results["scores"] if c["task"] != "all tasks"))
+    dense = next(cell for cell in cells if cell["arm"] == "dense")
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for cell in cells:
+        index, _, rest = cell["arm"].partition("/")
+        if rest and "=" not in rest:
+            miss, budget = rest.split("/")
+            found.setdefault((index, miss), {})[int(budget)] = _score(cell)
+    order = list(LABELS)
+    arms = sorted(found, key=lambda arm: (order.index(arm[0]), arm[1] == "skip"))
+    budgets = sorted({budget for cells in found.values() for budget in cells})
+    lines = (
+        [LABELS[index], _miss(miss), *(found[index, miss].get(b, "") for b in budgets)]
+        for index, miss in arms
+    )
+    header = ["blocks ranked by", "a missing block is", *(f"{b:,}" for b in budgets)]
+    names = ", ".join(f"`{task}`" for task in tasks)
+    title = (
+        f"**{dense['context']:,} tokens**: percent right over {names}; dense attention "
+        f"{100 * dense['mean']:.1f} ({100 * dense['low']:.0f} to {100 * dense['high']:.0f})."
+    )
+    note = (
+        f"In brackets: the difference to dense attention on the same samples, with its 95 % "
+        f"bootstrap interval. {about['config']['samples']} samples a task, text "
+        f"'{about['text']}'. {about['model']}, {about['dtype']}, greedy; {about['device']}, torch "
+        f"{about['versions']['torch']}, Transformers {about['versions']['transformers']}, "
+        f"{about['date']}."
+    )
+    return "\n\n".join([title, table(header, lines), note])
+
+
+def _score(cell: dict[str, Any]) -> str:
+    change = {name: 100 * cell["change"][name] for name in ("mean", "low", "high")}
+    return f"{100 * cell['mean']:.1f} ({{mean:+.1f}}: {{low:+.0f}} to {{high:+.0f}})".format(
+        **change
+    )
+
+
 RUNS = {
     "right": "one token a step; the draft row is the right token",
     "sparse": "the same, all rows attending to a working set",
@@ -353,6 +395,7 @@ def _lookahead_note(results: dict[str, Any]) -> str:
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "needles": needles,
     "needles-mass": mass,
+    "smollm2-8k": accuracy,
     "bench": bench,
     "lookahead": lookahead,
 }
@@ -374,11 +417,14 @@ def main(
     name: str = typer.Argument(help=f"One of {', '.join(RENDERERS)}."),
     check: bool = typer.Option(False, help="Fail unless the README has exactly this table."),
     write: bool = typer.Option(False, help="Put the table into the README."),
-    results: Path | None = typer.Option(None, help="The JSON; eval/results/NAME.json by default."),
+    results: Path | None = typer.Option(
+        None, help="The JSON; eval/results/NAME.json or NAME/summary.json by default."
+    ),
     readme: Path = typer.Option(README),
 ) -> None:
     """Print, write or check one table."""
-    path = results or FOLDER / "results" / f"{name}.json"
+    folder = FOLDER / "results" / name
+    path = results or (folder / "summary.json" if folder.is_dir() else folder.with_suffix(".json"))
     text = RENDERERS[name](json.loads(path.read_text(encoding="utf-8")))
     if not (check or write):
         print(text)

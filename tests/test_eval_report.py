@@ -126,6 +126,14 @@ def test_tasks_count_the_same_however_many_samples_they_have() -> None:
     assert cells[OVERALL, SPARSE]["change"]["mean"] == pytest.approx(-0.125)
 
 
+def test_an_arm_that_was_asked_some_of_the_tasks_has_no_mean_over_all() -> None:
+    half = [record("a", n, "minmax/fetch/64", 1.0) for n in range(4)]
+    arms = {
+        cell["arm"] for cell in summarise([*RECORDS, *half])["scores"] if cell["task"] == OVERALL
+    }
+    assert arms == {"dense", SPARSE}
+
+
 def test_samples_that_dense_lacks_are_not_compared() -> None:
     cells = summarise([r for r in RECORDS if (r["arm"], r["number"]) != ("dense", 0)])["scores"]
     cell = next(c for c in cells if (c["task"], c["arm"]) == ("a", SPARSE))

@@ -71,12 +71,18 @@ def _parting(pairs: list[tuple[Record, Record]]) -> dict[str, Any]:
 
 
 def _overall(records: list[Record]) -> Cells:
-    """Means over tasks; samples are paired over arms by their number in each task."""
+    """Means over tasks; samples are paired over arms by their number in each task.
+
+    An arm that was not asked all tasks has none: its mean would be that of other questions.
+    """
     cells = []
+    every = {
+        context: grouped(found, "task") for context, found in grouped(records, "context").items()
+    }
     scores = {(place(record), record["arm"]): record["score"] for record in records}
     for (context, arm), found in grouped(records, "context", "arm").items():
         tasks = grouped(found, "task")
-        if len(tasks) < 2:
+        if len(tasks) < max(2, len(every[context])):
             continue
         cell: dict[str, Any] = {"task": OVERALL, "context": context, "arm": arm}
         cell |= asdict(stratified([_scores(group) for group in tasks.values()]))
