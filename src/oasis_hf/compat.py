@@ -4,6 +4,7 @@ Supported: transformers >= 5.17, < 6. Since 5.24 the forward argument that carri
 `cache`; before, it was `past_key_values`. Both are looked for everywhere.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -21,6 +22,11 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+DEFAULT_ASSISTANT_TOKENS = 20
+"""What `generate` fills in, for drafts that stop by themselves when they are unsure."""
 
 CACHE_KWARGS = ("cache", "past_key_values")
 
@@ -86,6 +92,39 @@ def _classes(module: ModuleType) -> list[type]:
     return [x for x in members if isinstance(x, type) and x.__module__ == module.__name__]
 
 
+def is_prepared(generation_config: Any) -> bool:
+    """Whether `generate` has filled in a config, as it does before it calls a decoding function."""
+    return hasattr(generation_config, "_pad_token_tensor")
+
+
+def pad_token(generation_config: Any) -> int:
+    """What a prepared config pads ended rows with; anything where no row can end early."""
+    token = generation_config._pad_token_tensor
+    return 0 if token is None else int(token)
+
+
+def assistant_tokens(generation_config: Any) -> int | None:
+    """Tokens to draft that a user asked for, or None: `generate` fills in a number of its own."""
+    number = generation_config.num_assistant_tokens
+    return None if number == DEFAULT_ASSISTANT_TOKENS else number
+
+
+def mask_length(generation_config: Any) -> int | None:
+    """Columns of an attention mask of ones that `generate` (5.24 and later) left out."""
+    return getattr(generation_config, "_mask_length", None)
+
+
+def output_cache_name() -> str:
+    """The field of generation's output that holds the cache."""
+    names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+    return next(name for name in CACHE_KWARGS if name in names)
+
+
+def knows_rows(processor: Any) -> bool:
+    """Whether a logits processor depends on the number of a row in its batch."""
+    return isinstance(processor, PrefixConstrainedLogitsProcessor)
+
+
 def native_layers(config: PreTrainedConfig) -> list[Any]:
     """One Transformers cache layer per model layer, of the kind that the model expects."""
     return list(DynamicCache(config=text_config(config)).layers)
@@ -127,6 +166,7 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicLayer",
+    "assistant_tokens",
     "attention_name",
     "bypasses_attention",
     "cache_kwarg",
@@ -134,8 +174,13 @@ __all__ = [
     "is_full_attention",
     "is_linear",
     "is_placeholder",
+    "is_prepared",
     "is_sliding",
+    "knows_rows",
+    "mask_length",
     "native_layers",
+    "output_cache_name",
+    "pad_token",
     "refuses_sdpa",
     "slices_masks",
     "text_config",
