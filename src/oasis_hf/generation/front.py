@@ -40,8 +40,9 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 def generate(
     model: Any,
-    input_ids: Tensor | None = None,
+    inputs: Tensor | None = None,
     *,
+    input_ids: Tensor | None = None,
     generation_config: Any = None,
     logits_processor: Any = None,
     stopping_criteria: Any = None,
@@ -64,7 +65,8 @@ def generate(
 
     Args:
         model: the model whose tokens are wanted.
-        input_ids: `[B, P]` prompts, left-padded.
+        inputs: `[B, P]` token ids of the prompts, left-padded.
+        input_ids: the same, by the name that tokenizers use.
         generation_config: Transformers' settings; `prompt_lookup_num_tokens` and
             `num_assistant_tokens` among them.
         logits_processor: more processors. Each row is processed with its own tokens before it.
@@ -92,12 +94,13 @@ def generate(
             "only assistant_model"
         )
     draft = assistant_model if draft is None else draft
+    inputs = input_ids if inputs is None else inputs
     if not compat.is_prepared(generation_config):
         bound = {"draft": draft, "draft_cache": draft_cache, "speculation": speculation}
         # A model whose own `generate` was replaced by this one must not come back here.
         return type(model).generate(
             model,
-            input_ids,
+            inputs,
             generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -105,24 +108,24 @@ def generate(
             custom_generate=functools.partial(generate, streamer=streamer, **bound),
             **kwargs,
         )
-    assert input_ids is not None
+    assert inputs is not None
     cache = compat.cache_of(kwargs)
-    real = _mask(input_ids, kwargs, generation_config, cache)
+    real = _mask(inputs, kwargs, generation_config)
     speculation = _speculation(speculation, draft, generation_config)
     _check_model(model, draft, generation_config, kwargs)
     _check_caches(model, cache, draft, draft_cache, speculation)
-    _check_batch(input_ids, real, cache, draft, draft_cache, logits_processor, streamer)
+    _check_batch(inputs, real, cache, draft, draft_cache, logits_processor, streamer)
     stops = Stops(stopping_criteria, generation_config.max_length)
-    text = Text(input_ids, real[:, -input_ids.shape[1] :], compat.pad_token(generation_config))
+    text = Text(inputs, real[:, -inputs.shape[1] :], compat.pad_token(generation_config))
     processors, sample = Processors(logits_processor), bool(generation_config.do_sample)
     target = Decoder(model, cache)
-    logits = target.read(input_ids, real, generation_config.prefill_chunk_size)
+    logits = target.read(inputs, real, generation_config.prefill_chunk_size)
     drafter: Drafter | None = None
     if draft is not None and speculation.draft_length:
         if draft_cache is None:
             draft_cache = DynamicCache(config=compat.text_config(draft.config))
         follower = Decoder(draft, draft_cache)
-        follower.read(input_ids, real, generation_config.prefill_chunk_size)
+        follower.read(inputs, real, generation_config.prefill_chunk_size)
         drafter = ModelDrafter(follower, processors, sample)
     elif generation_config.prompt_lookup_num_tokens and speculation.draft_length:
         drafter = PromptLookup(generation_config.max_matching_ngram_size or 2)
@@ -152,7 +155,7 @@ def _output(model: Any, loop: Loop, real: Tensor, cache: Any) -> SpeculativeOutp
     )
 
 
-def _mask(ids: Tensor, kwargs: dict[str, Any], config: Any, cache: Any) -> Tensor:
+def _mask(ids: Tensor, kwargs: dict[str, Any], config: Any) -> Tensor:
     """`[B, C]` bool over everything that the cache holds, and the new tokens."""
     given = kwargs.get("attention_mask")
     if given is not None:
