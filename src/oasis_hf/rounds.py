@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from . import compat
@@ -79,17 +80,20 @@ def check(cache: OasisCache, rows: int, kept: Tensor, offered: Tensor, columns: 
             "number of columns fed since the last commit"
         )
     batch = _offloaded(cache)[0].batch_size
-    for name, counts, most in (("offered", offered, rows), ("kept", kept, offered)):
+    for name, counts in (("kept", kept), ("offered", offered)):
         if counts.shape != (batch,) or counts.device.type != "cpu":
             raise ValueError(
                 f"{name}: got shape {tuple(counts.shape)} on {counts.device}, expected one number "
                 f"for each of {batch} sequences, on the CPU"
             )
+    for name, counts, most in (
+        ("offered", offered, torch.full_like(offered, rows)),
+        ("kept", kept, offered),
+    ):
         if bool(((counts < 0) | (counts > most)).any()):
-            limit = most if isinstance(most, int) else most.tolist()
             raise ValueError(
-                f"{name}: got {counts.tolist()}, expected 0 to {limit}; a sequence cannot keep "
-                "more tokens than were fed"
+                f"{name}: got {counts.tolist()}, expected 0 to {most.tolist()}; a sequence cannot "
+                "keep more tokens than it was fed"
             )
     if not held - rows <= columns <= held:
         raise ValueError(

@@ -262,7 +262,7 @@ def test_a_draft_with_an_oasis_cache() -> None:
 
 
 def test_the_other_ways_in() -> None:
-    """Called directly with `assistant_model`, and from a folder as `custom_generate` repositories."""
+    """Called directly with `assistant_model`, and from a folder as `custom_generate`."""
     model, draft = tiny_model("llama"), draft_model("llama", "fair")
     ids, mask = left_padded(PADS)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
