@@ -29,6 +29,7 @@ from oasis_hf.generation import acceptance
 from oasis_hf.generation.acceptance import Drafts, choose
 from oasis_hf.generation.drafting import PromptLookup
 from oasis_hf.generation.text import Text
+from oasis_hf.graphs import PLAIN
 from oasis_hf.speculation import Speculation
 
 SURE = 5.0
@@ -433,6 +434,34 @@ def test_a_failure_in_the_middle_leaves_what_was_read() -> None:
     assert torch.equal(got, want)
 
 
+def test_every_round_may_be_a_graph() -> None:
+    """Graphs replay calls of constant shape with plain arguments; see `StepGraphs`."""
+    model, calls = tiny_model("llama"), []
+    ids, mask = left_padded([0, 37, 130])
+    cache = OasisCache(model, **FULL)
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert not args and kwargs.keys() <= set(PLAIN)
+        rows = kwargs["input_ids"].shape[1]
+        mask, positions = kwargs["attention_mask"], kwargs["position_ids"]
+        assert mask.shape == (3, cache.get_seq_length() + rows)
+        assert positions.shape == kwargs["input_ids"].shape
+        calls.append((rows, kwargs["logits_to_keep"], cache.is_decode(rows)))
+
+    # Ours runs before the cache's own hook would mark a prompt as such.
+    handle = model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
+    try:
+        options = {"attention_mask": mask, "draft": draft_model("llama", "fair")}
+        options["custom_generate"] = oasis_hf.generation.generate
+        generate(model, ids, cache, **options)
+    finally:
+        handle.remove()
+    assert calls[0] == (180, 1, False)
+    ends = 1 if calls[-1][0] == 1 else 0
+    assert set(calls[1 : len(calls) - ends]) == {(5, 5, True)} and len(calls) > 6
+    assert calls[-1][2]
+
+
 def test_a_long_text_outgrows_the_room_for_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oasis_hf.generation.text.GROWTH", 3)
     model = tiny_model("llama")
@@ -484,6 +513,11 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
             lambda m: {"prompt_lookup_num_tokens": 4, "draft": draft()},
         ),
         "policy": (ValueError, "speculation: got int", lambda m: {"speculation": 4}),
+        "policy without drafts": (
+            ValueError,
+            "speculation: got draft_length=4 and nothing to draft with",
+            lambda m: {"speculation": Speculation(4)},
+        ),
         "right padding": (
             ValueError,
             "attention_mask: row 1 ends with padding, expected left padding",

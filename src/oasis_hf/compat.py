@@ -149,6 +149,21 @@ def visible(layer: Any, rows: int, *states: Any) -> tuple[Any, Any]:
     return k, v
 
 
+class StepwiseCache(DynamicCache):
+    """A `DynamicCache` that takes several forwards before its newest tokens are cropped.
+
+    Early versions return more of a sliding layer than its mask covers.
+    """
+
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """K and V `[B, H, L, D]` that the forward's mask covers."""
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        return visible(layer, key_states.shape[2], *states) if is_sliding(layer) else states
+
+
 def is_linear(layer: Any) -> bool:
     """Whether a native layer holds only recurrent state."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
@@ -166,6 +181,7 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicLayer",
+    "StepwiseCache",
     "assistant_tokens",
     "attention_name",
     "bypasses_attention",

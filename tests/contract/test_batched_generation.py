@@ -261,6 +261,38 @@ def test_a_draft_with_an_oasis_cache() -> None:
     assert output.speculation.rounds == 5, "a draft that is the model itself is always right"
 
 
+@pytest.mark.parametrize("piece", [None, 50])
+@pytest.mark.parametrize("oasis", [True, False])
+def test_sliding_windows_of_model_and_draft_are_crossed(oasis: bool, piece: int | None) -> None:
+    """Window 40, prompts of 180, tokens one by one in the draft: each row sees its own window."""
+    model = tiny_model("gemma3", "oasis" if oasis else "sdpa")
+    draft = tiny_model("gemma3", "sdpa")
+    ids, mask = left_padded(PADS)
+    want = generate(draft, ids, dense_cache(draft), 40, attention_mask=mask)
+    cache = OasisCache(model, **FULL) if oasis else dense_cache(model)
+    options = {"attention_mask": mask, "draft": draft, "num_assistant_tokens": 4}
+    output = speculate(model, ids, cache, 40, prefill_chunk_size=piece, **options)
+    assert torch.equal(output.sequences[:, ids.shape[1] :], want)
+    assert output.speculation.rounds == 8, "a draft that is the model itself is always right"
+
+
+def test_a_cache_saved_between_two_turns(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids, mask = left_padded([0, 37, 110], 160)
+    free = generate(model, ids, OasisCache(model, **FULL), attention_mask=mask)
+    options = {"attention_mask": mask, "eos_token_id": int(free[1, 6])}
+    cache = OasisCache(model, **FULL)
+    first = speculate(model, ids, cache, **options, **options_of("llama", "fair"))
+    cache.save(tmp_path / "cache.safetensors")
+    said = torch.cat([first.sequences, prompt(20, 3, seed=9)], 1)
+    seen = torch.cat([first.attention_mask, torch.ones(3, 20, dtype=torch.long)], 1)
+    answers = [
+        speculate(model, said, other, 16, attention_mask=seen, **options_of("llama", "lookup"))
+        for other in (cache, OasisCache.load(tmp_path / "cache.safetensors", model))
+    ]
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+
+
 def test_the_other_ways_in() -> None:
     """Called directly with `assistant_model`, and from a folder as `custom_generate`."""
     model, draft = tiny_model("llama"), draft_model("llama", "fair")

@@ -60,12 +60,12 @@ class Decoder:
                 self.cache.prompt_expected = True
             part = ids[:, first - past : end - past]
             logits = self._forward(part, real[:, :end], positions[:, first:end], 1)
-        # From here on drafts may be rejected. An offloaded prompt has been read, so it is no part
-        # of the first verification; a sliding layer gives back what it held of it.
-        self.cache.activate_past_recording()
-        if isinstance(self.cache, OasisCache):
-            self.cache.first_round = False
-        rounds.shift(self.cache, torch.zeros(batch, dtype=torch.long))
+            # From here on drafts may be rejected, and what was read is no part of the first
+            # verification. A sliding layer that records its past gives back what it need not hold.
+            self.cache.activate_past_recording()
+            if isinstance(self.cache, OasisCache):
+                self.cache.first_round = False
+            rounds.shift(self.cache, torch.zeros(batch, dtype=torch.long))
         self._lengths = real.sum(1)
         self._columns = columns
         return logits

@@ -79,7 +79,7 @@ def generate(
         speculation: how many tokens to draft, and when not to; by default a fixed number:
             `prompt_lookup_num_tokens`; or `num_assistant_tokens` of the call or of the model (but
             for 20, which Transformers fills in itself), or of the draft; or 5.
-        **kwargs: anything else that `model.generate` takes.
+        **kwargs: anything else that `model.generate` takes. Positions follow from the mask.
 
     Returns:
         `[B, L]` ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
@@ -123,7 +123,7 @@ def generate(
     drafter: Drafter | None = None
     if draft is not None and speculation.draft_length:
         if draft_cache is None:
-            draft_cache = DynamicCache(config=compat.text_config(draft.config))
+            draft_cache = compat.StepwiseCache(config=compat.text_config(draft.config))
         follower = Decoder(draft, draft_cache)
         follower.read(inputs, real, generation_config.prefill_chunk_size)
         drafter = ModelDrafter(follower, processors, sample)
@@ -176,6 +176,11 @@ def _speculation(given: Speculation | None, draft: Any, config: Any) -> Speculat
             "source of drafts; leave one out"
         )
     if given is not None:
+        if given.draft_length and draft is None and not lookup:
+            raise ValueError(
+                f"speculation: got draft_length={given.draft_length} and nothing to draft with, "
+                "expected a draft model or prompt_lookup_num_tokens; pass one of them"
+            )
         return given
     if draft is None:
         return Speculation(lookup or 0)
