@@ -25,6 +25,8 @@ from oasis_hf import generation as batched
 from oasis_hf.speculation import Speculation
 
 PADS = [0, 37, 130]
+TOKENS = 50
+"""More than a group of the index, so that groups leave the tail between and inside rounds."""
 SPARSE = {"budget": 64, "sink_tokens": 16, "recent_tokens": 16, "max_rows": 8}
 DRAFTS = ["good", "fair", "bad", "lookup", "none"]
 
@@ -80,8 +82,10 @@ def test_full_budget_gives_the_tokens_of_plain_decoding(kind: str, drafts: str) 
             assert 0 < did.acceptance < 0.9, "rows should keep different numbers of drafts"
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize("verification", ["shared", "exact"])
+@pytest.mark.parametrize(
+    ("verification", "drafts"),
+    [*(("shared", drafts) for drafts in DRAFTS), ("exact", "fair"), ("exact", "lookup")],
+)
 def test_a_row_of_a_batch_is_the_row_alone(verification: str, drafts: str) -> None:
     """Below full budget too, with every row's own drafts accepted."""
     model = tiny_model("llama")
@@ -90,7 +94,7 @@ def test_a_row_of_a_batch_is_the_row_alone(verification: str, drafts: str) -> No
 
     def run(ids: Tensor, mask: Tensor) -> Tensor:
         cache = OasisCache(model, verification=verification, **SPARSE)
-        output = speculate(model, ids, cache, 70, attention_mask=mask, **options)
+        output = speculate(model, ids, cache, 40, attention_mask=mask, **options)
         return output.sequences[:, ids.shape[1] :]
 
     together = run(ids, mask)
@@ -99,16 +103,16 @@ def test_a_row_of_a_batch_is_the_row_alone(verification: str, drafts: str) -> No
         assert torch.equal(together[row : row + 1], alone), f"row {row}"
 
 
-@pytest.mark.parametrize("drafts", ["good", "fair", "bad", "lookup"])
+@pytest.mark.parametrize("drafts", ["good", "fair", "lookup"])
 def test_exact_verification_gives_the_tokens_of_plain_sparse_decoding(drafts: str) -> None:
     model = tiny_model("llama")
     ids, mask = repetitive_batch() if drafts == "lookup" else left_padded(PADS)
-    want = generate(model, ids, OasisCache(model, **SPARSE), 70, attention_mask=mask)
+    want = generate(model, ids, OasisCache(model, **SPARSE), TOKENS, attention_mask=mask)
     cache = OasisCache(model, verification="exact", **SPARSE)
     options = options_of("llama", drafts)
-    output = speculate(model, ids, cache, 70, attention_mask=mask, **options)
+    output = speculate(model, ids, cache, TOKENS, attention_mask=mask, **options)
     assert torch.equal(output.sequences[:, ids.shape[1] :], want)
-    dense = generate(model, ids, OasisCache(model, budget=2048), 70, attention_mask=mask)
+    dense = generate(model, ids, OasisCache(model, budget=2048), TOKENS, attention_mask=mask)
     assert not torch.equal(want, dense), "the budget is not sparse enough to tell"
 
 
@@ -116,9 +120,9 @@ def test_sharing_one_choice_does_change_tokens() -> None:
     """What the exact mode is for; if this ever fails, the test above proves nothing."""
     model = tiny_model("llama")
     ids, mask = left_padded(PADS)
-    want = generate(model, ids, OasisCache(model, **SPARSE), 70, attention_mask=mask)
+    want = generate(model, ids, OasisCache(model, **SPARSE), TOKENS, attention_mask=mask)
     options = options_of("llama", "fair")
-    got = speculate(model, ids, OasisCache(model, **SPARSE), 70, attention_mask=mask, **options)
+    got = speculate(model, ids, OasisCache(model, **SPARSE), TOKENS, attention_mask=mask, **options)
     assert not torch.equal(got.sequences[:, ids.shape[1] :], want)
 
 

@@ -280,8 +280,8 @@ def _check_batch(
         raise ValueError(f"streamer: got a batch of {batch}, expected 1; leave it out")
     if batch > 1 and any(compat.knows_rows(one) for one in processors):
         raise ValueError(
-            f"prefix_allowed_tokens_fn: got a batch of {batch}, expected 1; rows are processed in "
-            "groups of one length, in which a row's number has no meaning"
+            f"prefix_allowed_tokens_fn: got a batch of {batch}, expected 1; rows have "
+            "different lengths, and it would be asked about rows cut short or padded"
         )
     if draft is not None:
         behind = 0 if draft_cache is None else draft_cache.get_seq_length()

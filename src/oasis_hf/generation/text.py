@@ -124,12 +124,13 @@ class Processors:
             return self._processors(text.ids.new_zeros(flat.shape[0], 1), flat).view_as(logits)
         out = logits.clone()
         for end in set(text.ends[text.active].tolist()):
-            # Rows of one length go together, as in plain generation.
+            # Some processors know each row by its number, so they get the whole batch every time,
+            # cut to one length; only rows of that length take the result.
             rows = text.on_device(((text.ends == end) & text.active).nonzero()[:, 0])
             for column in range(logits.shape[1]):
-                behind = drafts[rows, : first + column]
-                prefix = torch.cat([text.ids[rows, :end], behind], 1)
-                out[rows, column] = self._processors(prefix, logits[rows, column])
+                prefix = torch.cat([text.ids[:, :end], drafts[:, : first + column]], 1)
+                scores = self._processors(prefix, logits[:, column].clone())
+                out[rows, column] = scores[rows]
         return out
 
 
