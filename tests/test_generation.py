@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eval_helpers import character_tokenizer
 from helpers import (
     FULL,
     SMALL,
@@ -20,6 +21,7 @@ from helpers import (
     tensors_of,
     tiny_model,
 )
+from tokenizers import decoders
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
@@ -432,6 +434,64 @@ def test_a_failure_in_the_middle_leaves_what_was_read() -> None:
     want = generate(model, ids, OasisCache(model, **FULL), attention_mask=mask)
     got = generate(model, ids, cache, custom_generate=oasis_hf.generation.generate, **options)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("who", ["model", "draft"])
+def test_a_forward_that_breaks_off_leaves_what_was_committed(who: str) -> None:
+    """Out of memory, say: the cache's own hook undoes the forward, and the loop the round."""
+    model, draft = tiny_model("llama"), draft_model("llama", "fair")
+    ids, mask = left_padded([0, 37, 130])
+    cache, calls = OasisCache(model, **FULL), itertools.count()
+
+    def broken(*given: Any) -> None:
+        if next(calls) > 12:
+            raise MemoryError
+
+    module = (model if who == "model" else draft).model.layers[1].mlp
+    handle = module.register_forward_hook(broken)
+    options = {"attention_mask": mask, "draft": draft}
+    options["custom_generate"] = oasis_hf.generation.generate
+    try:
+        with pytest.raises(MemoryError):
+            generate(model, ids, cache, 60, **options)
+    finally:
+        handle.remove()
+    held = cache.get_seq_length()
+    real = cache.ledger.real()
+    assert held > ids.shape[1] and torch.equal(real[:, : ids.shape[1]], mask.bool())
+    for layer in cache.layers:
+        assert layer.columns == held and torch.equal(layer.lengths, real.sum(1))
+    cache.crop(ids.shape[1] - 1 - held)
+    want = generate(model, ids, OasisCache(model, **FULL), attention_mask=mask)
+    assert torch.equal(generate(model, ids, cache, **options), want)
+
+
+def test_stop_strings_of_the_direct_call() -> None:
+    """Transformers does not hand the tokenizer on; the text ends with the string all the same."""
+    tokenizer, model = character_tokenizer(), tiny_model("llama")
+    # Without spaces between tokens, as stop strings need it.
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    free = generate(model, prompt(), OasisCache(model, **FULL))
+    known = [int(t) for t in free[0] if int(t) < len(tokenizer)]
+    string = tokenizer.decode(known[3])
+    want = model.generate(
+        prompt(),
+        past_key_values=OasisCache(model, **FULL),
+        stop_strings=string,
+        tokenizer=tokenizer,
+        **options,
+    )
+    got = oasis_hf.generation.generate(
+        model,
+        prompt(),
+        past_key_values=OasisCache(model, **FULL),
+        assistant_model=draft_model("llama", "fair"),
+        stop_strings=string,
+        tokenizer=tokenizer,
+        **options,
+    )
+    assert want.shape[1] < 180 + 24 and torch.equal(got, want)
 
 
 def test_every_round_may_be_a_graph() -> None:

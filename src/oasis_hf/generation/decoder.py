@@ -83,10 +83,13 @@ class Decoder:
         """
         new = self.mask.shape[1] - self._columns
         offset = self.mask[:, self._columns :].sum(1) if new else 0
-        self.mask = torch.cat([self.mask, real], 1)
+        mask = torch.cat([self.mask, real], 1)
         first = (self._lengths + offset)[:, None]
         positions = (first + real.long().cumsum(1) - 1).clamp(min=0)
-        return self._forward(tokens, self.mask, positions, keep or tokens.shape[1])
+        logits = self._forward(tokens, mask, positions, keep or tokens.shape[1])
+        # A forward that breaks off is undone by the cache's own hook.
+        self.mask = mask
+        return logits
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, keep: int) -> Tensor:
         options: dict[str, Any] = {self._cache_name: self.cache}
