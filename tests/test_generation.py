@@ -531,8 +531,8 @@ def test_a_long_text_outgrows_the_room_for_ids(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(got, want)
 
 
-def test_importing_the_library_leaves_the_loop_out() -> None:
-    """`oasis_hf.generation` is imported when it is asked for; other names are still missing."""
+def test_other_names_are_still_missing() -> None:
+    """`oasis_hf.generation` is imported when it is asked for."""
     with pytest.raises(AttributeError, match="no attribute 'generations'"):
         _ = oasis_hf.generations  # type: ignore[attr-defined]
 
@@ -587,6 +587,11 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
             ValueError,
             "prefix_allowed_tokens_fn: got a batch of 2, expected 1",
             lambda m: {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6]},
+        ),
+        "guidance": (
+            ValueError,
+            "logits_processor: got UnbatchedClassifierFreeGuidanceLogitsProcessor",
+            lambda m: {"guidance_scale": 1.5},
         ),
         "hidden states": (
             ValueError,

@@ -22,8 +22,6 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 DEFAULT_ASSISTANT_TOKENS = 20
 """What `generate` fills in, for drafts that stop by themselves when they are unsure."""
@@ -116,13 +114,24 @@ def mask_length(generation_config: Any) -> int | None:
 
 def output_cache_name() -> str:
     """The field of generation's output that holds the cache."""
+    # Not needed to load a model, so not imported with this package.
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
     names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
     return next(name for name in CACHE_KWARGS if name in names)
 
 
-def knows_rows(processor: Any) -> bool:
-    """Whether a logits processor depends on the number of a row in its batch."""
-    return isinstance(processor, PrefixConstrainedLogitsProcessor)
+def asks_by_row(processor: Any) -> bool:
+    """Whether a logits processor asks its user about every row of a batch."""
+    return type(processor).__name__ == "PrefixConstrainedLogitsProcessor"
+
+
+def keeps_state(processor: Any) -> bool:
+    """Whether a logits processor of Transformers counts on being called once per token."""
+    return type(processor).__name__ in (
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    )
 
 
 def native_layers(config: PreTrainedConfig) -> list[Any]:
@@ -182,6 +191,7 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicLayer",
     "StepwiseCache",
+    "asks_by_row",
     "assistant_tokens",
     "attention_name",
     "bypasses_attention",
@@ -192,7 +202,7 @@ __all__ = [
     "is_placeholder",
     "is_prepared",
     "is_sliding",
-    "knows_rows",
+    "keeps_state",
     "mask_length",
     "native_layers",
     "output_cache_name",

@@ -33,9 +33,14 @@ def commit(cache: Cache, rows: int, kept: Tensor, offered: Tensor, columns: int)
     held = cache.get_seq_length()
     by = columns - (held - rows) - kept
     _move(cache, by, held, columns)
-    rejected = offered - kept
-    for layer in _offloaded(cache):
-        layer.commit(rows, rejected.to(layer.device, non_blocking=True), columns)
+    layers = _offloaded(cache)
+    # One copy for each device, not for each layer.
+    rejected = {
+        device: (offered - kept).to(device, non_blocking=True)
+        for device in {layer.device for layer in layers}
+    }
+    for layer in layers:
+        layer.commit(rows, rejected[layer.device], columns)
 
 
 def shift(cache: Cache, by: Tensor) -> None:

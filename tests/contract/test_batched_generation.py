@@ -265,6 +265,16 @@ def test_a_draft_with_an_oasis_cache() -> None:
     assert output.speculation.rounds == 5, "a draft that is the model itself is always right"
 
 
+@pytest.mark.parametrize("dense_layers", [(0,), (1,)])
+def test_layers_that_stay_on_the_device_move_their_columns(dense_layers: tuple[int, ...]) -> None:
+    model = tiny_model("llama")
+    ids, mask = left_padded(PADS)
+    want = generate(model, ids, OasisCache(model, **FULL), attention_mask=mask)
+    cache = OasisCache(model, dense_layers=dense_layers, **FULL)
+    output = speculate(model, ids, cache, attention_mask=mask, **options_of("llama", "fair"))
+    assert torch.equal(output.sequences[:, ids.shape[1] :], want)
+
+
 @pytest.mark.parametrize("piece", [None, 50])
 @pytest.mark.parametrize("oasis", [True, False])
 def test_sliding_windows_of_model_and_draft_are_crossed(oasis: bool, piece: int | None) -> None:

@@ -102,7 +102,14 @@ def check_batch(
         )
     if streamer is not None and batch > 1:
         raise ValueError(f"streamer: got a batch of {batch}, expected 1; leave it out")
-    if batch > 1 and any(compat.knows_rows(one) for one in processors):
+    for one in processors:
+        if compat.keeps_state(one):
+            raise ValueError(
+                f"logits_processor: got {type(one).__name__}, expected processors that depend on "
+                "the tokens before alone; this one counts its calls, and drafts are processed too; "
+                "use model.generate without custom_generate"
+            )
+    if batch > 1 and any(compat.asks_by_row(one) for one in processors):
         raise ValueError(
             f"prefix_allowed_tokens_fn: got a batch of {batch}, expected 1; rows have "
             "different lengths, and it would be asked about rows cut short or padded"

@@ -68,7 +68,8 @@ def generate(
         input_ids: the same, by the name that tokenizers use.
         generation_config: Transformers' settings; `prompt_lookup_num_tokens` and
             `num_assistant_tokens` among them.
-        logits_processor: more processors. Each row is processed with its own tokens before it.
+        logits_processor: more processors. Each row is processed with its own tokens before it; a
+            processor must not count on being called once per token.
         stopping_criteria: more criteria. Each is asked about one row, `[1, L]`, and one new token
             at a time, without scores.
         streamer: takes the new tokens, for a batch of one.
