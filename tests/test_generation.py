@@ -522,6 +522,29 @@ def test_every_round_may_be_a_graph() -> None:
     assert calls[-1][2]
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_turn_may_give_the_new_tokens_only(batch: int) -> None:
+    """With a mask over everything, as in Transformers; the output begins at the new tokens."""
+    model, reference = tiny_model("llama"), tiny_model("llama", "sdpa")
+    ids, mask = left_padded([0, 37, 110][:batch], 160)
+    call = {"custom_generate": oasis_hf.generation.generate, "prompt_lookup_num_tokens": 4}
+    cache, follower = OasisCache(model, **FULL), dense_cache(reference)
+    drafts = {"draft": reference, "draft_cache": follower, "num_assistant_tokens": 3}
+    said = generate(model, ids, cache, 12, attention_mask=mask, **call)
+    # The last token is in no cache yet.
+    new = torch.cat([said[:, -1:], prompt(20, batch, seed=9)], 1)
+    whole = torch.cat([ids, said, new[:, 1:]], 1)
+    seen = torch.cat([mask, mask.new_ones(batch, whole.shape[1] - ids.shape[1])], 1)
+    want = generate(reference, whole, dense_cache(reference), 16, attention_mask=seen)
+    assert torch.equal(generate(model, new, cache, 16, attention_mask=seen, **call), want)
+    # A draft must have followed; here it reads everything in a turn of its own.
+    other = OasisCache(model, **FULL)
+    del call["prompt_lookup_num_tokens"]
+    got = generate(model, whole, other, 16, attention_mask=seen, **call, **drafts)
+    assert torch.equal(got, want)
+    assert follower.get_seq_length() == other.get_seq_length() == whole.shape[1] + 15
+
+
 def test_a_long_text_outgrows_the_room_for_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oasis_hf.generation.text.GROWTH", 3)
     model = tiny_model("llama")
