@@ -39,6 +39,14 @@ def test_with_drafts_answers_the_same_every_way(capsys: pytest.CaptureFixture[st
     assert output.count("drafts accepted") == 2
 
 
+def test_batched_drafts_answers_every_question_every_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = run("batched_drafts", capsys)
+    assert all(output.count(answer) == 3 for answer in ("48153", "73920", "26481"))
+    assert "drafts accepted" in output
+
+
 def test_write_an_index_lists_every_index(capsys: pytest.CaptureFixture[str]) -> None:
     output = run("write_an_index", capsys)
     assert all(name in output for name in ("mean-spread", "minmax", "keys2bit"))

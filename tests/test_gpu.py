@@ -28,6 +28,7 @@ from helpers import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import oasis_hf
 from oasis_hf import OasisCache, packaged
 from oasis_hf.dense import dense_attention
 from oasis_hf.streams import Beside
@@ -107,6 +108,21 @@ def test_drafts_are_verified_by_graphs(model: PreTrainedModel) -> None:
     new = generate(model, ids, cache, 60, assistant_model=draft)
     assert torch.equal(new, plain)
     assert cache.graphs is not None and cache.graphs.summary()["replayed"] > 0
+
+
+@pytest.mark.parametrize("quality", ["bad", "good"])
+def test_drafts_of_a_batch_are_verified_by_graphs(model: PreTrainedModel, quality: str) -> None:
+    """Rows keep different numbers of drafts, and one graph serves all rounds."""
+    ids, mask = on_gpu(*left_padded([0, 37, 130], 400))
+    plain = generate(model, ids, dense_cache(model), 60, attention_mask=mask)
+    cache = OasisCache(model, budget=2048)
+    draft = model if quality == "good" else draft_model("llama", "bad").to("cuda")
+    options = {"attention_mask": mask, "draft": draft, "num_assistant_tokens": 4}
+    options["custom_generate"] = oasis_hf.generation.generate
+    assert torch.equal(generate(model, ids, cache, 60, **options), plain)
+    assert cache.graphs is not None
+    summary = cache.graphs.summary()
+    assert summary["replayed"] > sum(summary["eager"].values()), summary
 
 
 def test_exact_verification_by_graphs(model: PreTrainedModel) -> None:

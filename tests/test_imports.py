@@ -27,9 +27,10 @@ def test_importing_imports_no_triton_and_initialises_no_gpu() -> None:
         "    'triton': 'triton' in sys.modules and not before,\n"
         "    'cuda': torch.cuda.is_initialized(),\n"
         "    'cli': 'typer' in sys.modules and 'oasis_hf.cli' in sys.modules,\n"
+        "    'generation': 'oasis_hf.generation' in sys.modules,\n"
         "}))\n"
     )
-    assert report == {"triton": False, "cuda": False, "cli": False}
+    assert report == {"triton": False, "cuda": False, "cli": False, "generation": False}
 
 
 def test_importing_registers_the_attention_and_patches_nothing() -> None:

@@ -161,6 +161,47 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.crop(-taken)
             self._shorten(taken)
 
+    @room
+    @rule(
+        rounds=st.integers(1, 6),
+        count=st.integers(1, MAX_ROWS),
+        steps=st.booleans(),
+        kind=st.sampled_from(["none", "right", "whole rows"]),
+        spare=st.integers(-9, 9),
+        seed=seeds,
+    )
+    def verify_each(
+        self, rounds: int, count: int, steps: bool, kind: str, spare: int, seed: int
+    ) -> None:
+        """Every sequence keeps its own number of tokens, fed in one forward or in several."""
+        self.cache.activate_past_recording()
+        self.cache.first_round = False
+        for number in range(rounds):
+            start = self.length
+            for step in range(count if steps else 1):
+                self._feed(1 if steps else count, "none" if steps else kind, seed + number + step)
+            offered = self.real[:, start:].sum(1)
+            generator = torch.Generator().manual_seed(seed + number)
+            kept = (torch.rand(self.batch, generator=generator) * (offered + 1)).long()
+            # No first token may leave on the left.
+            first = torch.where(self.real.any(1), self.real.int().argmax(1), start)
+            least = int((start + kept - first).max().clamp(min=start))
+            columns = min(max(least, start + int(kept.max()) + spare), self.length)
+            self.cache.commit(count, kept, offered, columns if spare else None)
+            columns = columns if spare else start + int(kept.max())
+            self._keep_first(start, kept, offered, columns)
+
+    def _keep_first(self, start: int, kept: Tensor, offered: Tensor, columns: int) -> None:
+        """What `commit` means, one sequence after the other."""
+        real = torch.zeros(self.batch, columns, dtype=torch.bool)
+        for row, (stays, given) in enumerate(zip(kept.tolist(), offered.tolist(), strict=True)):
+            held = self.real[row, : start + stays][-columns:]
+            real[row, columns - held.shape[0] :] = held
+            k, v = self.rows[row]
+            end = k.shape[1] - (given - stays)
+            self.rows[row] = (k[:, :end], v[:, :end])
+        self.real = real
+
     @holding
     @rule(share=st.floats(0, 1), near=st.booleans())
     def crop(self, share: float, near: bool) -> None:

@@ -4,6 +4,9 @@ Importing this package makes `attn_implementation="oasis"` known to Transformers
 else: no patching, no GPU work, no triton.
 """
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+
 from . import attention as _attention
 from .cache import OasisCache
 from .config import OasisConfig, OasisConfigError
@@ -16,6 +19,14 @@ from .tiers import HostMemoryError
 _attention.register()
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """`oasis_hf.generation` is imported when it is first asked for."""
+    if name == "generation":
+        return _import_module(".generation", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CacheStats",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from . import compat, persistence
+from . import compat, persistence, rounds
 from .attention import NAME
 from .config import OasisConfig, OasisConfigError
 from .graphs import Dispatcher, StepGraphs
@@ -222,6 +222,40 @@ class OasisCache(compat.Cache):
             self.drafted += self._verified - 1
             self.accepted += self._verified - 1 + count
             self._verified = 0
+
+    def commit(
+        self,
+        rows: int,
+        kept: Tensor,
+        offered: Tensor | None = None,
+        columns: int | None = None,
+    ) -> None:
+        """End a verification of a batch, of which every sequence accepts its own number of drafts.
+
+        What is not kept is taken back from every part. The sequences are then laid out as a
+        left-padded batch: their newest tokens stand in the last column, so the mask of the next
+        forward is ones at the end and zeros before, `columns` of them.
+
+        Args:
+            rows: columns fed since the last commit.
+            kept: `[B]` on the CPU: tokens of them that each sequence keeps, its first ones.
+            offered: `[B]` on the CPU: real tokens among them, which come first; all by default.
+            columns: columns afterwards, at least the tokens of any sequence; by default the fewest
+                that need no sequence to move left.
+
+        Raises:
+            ValueError: a number does not fit; nothing is changed.
+        """
+        offered = torch.full_like(kept, rows) if offered is None else offered
+        if columns is None:
+            columns = self.ledger.columns - rows + (int(kept.max()) if kept.numel() else 0)
+        rounds.check(self, rows, kept, offered, columns)
+        rounds.commit(self, rows, kept, offered, columns)
+        if self._verified > 1:
+            self.rounds += 1
+            self.drafted += int((offered - 1).clamp(min=0).sum())
+            self.accepted += int((kept - 1).clamp(min=0).sum())
+        self._verified = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i], in every part."""

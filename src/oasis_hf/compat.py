@@ -4,6 +4,7 @@ Supported: transformers >= 5.17, < 6. Since 5.24 the forward argument that carri
 `cache`; before, it was `past_key_values`. Both are looked for everywhere.
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -21,6 +22,9 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+
+DEFAULT_ASSISTANT_TOKENS = 20
+"""What `generate` fills in, for drafts that stop by themselves when they are unsure."""
 
 CACHE_KWARGS = ("cache", "past_key_values")
 
@@ -86,6 +90,50 @@ def _classes(module: ModuleType) -> list[type]:
     return [x for x in members if isinstance(x, type) and x.__module__ == module.__name__]
 
 
+def is_prepared(generation_config: Any) -> bool:
+    """Whether `generate` has filled in a config, as it does before it calls a decoding function."""
+    return hasattr(generation_config, "_pad_token_tensor")
+
+
+def pad_token(generation_config: Any) -> int:
+    """What a prepared config pads ended rows with; anything where no row can end early."""
+    token = generation_config._pad_token_tensor
+    return 0 if token is None else int(token)
+
+
+def assistant_tokens(generation_config: Any) -> int | None:
+    """Tokens to draft that a user asked for, or None: `generate` fills in a number of its own."""
+    number = generation_config.num_assistant_tokens
+    return None if number == DEFAULT_ASSISTANT_TOKENS else number
+
+
+def mask_length(generation_config: Any) -> int | None:
+    """Columns of an attention mask of ones that `generate` (5.24 and later) left out."""
+    return getattr(generation_config, "_mask_length", None)
+
+
+def output_cache_name() -> str:
+    """The field of generation's output that holds the cache."""
+    # Not needed to load a model, so not imported with this package.
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+    return next(name for name in CACHE_KWARGS if name in names)
+
+
+def asks_by_row(processor: Any) -> bool:
+    """Whether a logits processor asks its user about every row of a batch."""
+    return type(processor).__name__ == "PrefixConstrainedLogitsProcessor"
+
+
+def keeps_state(processor: Any) -> bool:
+    """Whether a logits processor of Transformers counts on being called once per token."""
+    return type(processor).__name__ in (
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    )
+
+
 def native_layers(config: PreTrainedConfig) -> list[Any]:
     """One Transformers cache layer per model layer, of the kind that the model expects."""
     return list(DynamicCache(config=text_config(config)).layers)
@@ -110,6 +158,21 @@ def visible(layer: Any, rows: int, *states: Any) -> tuple[Any, Any]:
     return k, v
 
 
+class StepwiseCache(DynamicCache):
+    """A `DynamicCache` that takes several forwards before its newest tokens are cropped.
+
+    Early versions return more of a sliding layer than its mask covers.
+    """
+
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """K and V `[B, H, L, D]` that the forward's mask covers."""
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        return visible(layer, key_states.shape[2], *states) if is_sliding(layer) else states
+
+
 def is_linear(layer: Any) -> bool:
     """Whether a native layer holds only recurrent state."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
@@ -127,6 +190,9 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicLayer",
+    "StepwiseCache",
+    "asks_by_row",
+    "assistant_tokens",
     "attention_name",
     "bypasses_attention",
     "cache_kwarg",
@@ -134,8 +200,13 @@ __all__ = [
     "is_full_attention",
     "is_linear",
     "is_placeholder",
+    "is_prepared",
     "is_sliding",
+    "keeps_state",
+    "mask_length",
     "native_layers",
+    "output_cache_name",
+    "pad_token",
     "refuses_sdpa",
     "slices_masks",
     "text_config",

@@ -174,7 +174,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             self.unsettle()
             self.in_turn = False
             self._rows = _Rows(False, [], self.engine.append(key, value, valid))
-            self.fresh = key.shape[2]
+            self.fresh = self._fresh_after(key.shape[2])
         assert self._rows.positions is not None
         out = self.engine.attend(rows, self._rows.positions[:, -rows.shape[3] :], scaling)
         self.cold = False
@@ -213,8 +213,12 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         """Keep the host's numbers in step with `rows` columns appended by a replayed graph."""
         self.unsettle()
         self.columns += rows
-        self.fresh = rows
         self.in_turn = rows > 1 and self.config.verification == "exact"
+        self.fresh = rows if self.in_turn else self._fresh_after(rows)
+
+    def _fresh_after(self, rows: int) -> int:
+        """`fresh` once a step of `rows` columns has run; no group takes recent tokens with it."""
+        return min(self.fresh, self.config.recent_tokens) + rows
 
     # ---- prompts: dense, host numbers allowed --------------------------------------------------
 
@@ -330,6 +334,25 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         elif self.in_turn:
             self.take_back()
         self.fresh = max(0, self.fresh - columns)
+
+    def commit(self, rows: int, tokens: Tensor, columns: int) -> None:
+        """Take back tokens of the newest columns, and hold `columns` columns from then on.
+
+        Args:
+            rows: how many columns these are.
+            tokens: `[B]` real tokens taken back of each sequence, its newest.
+            columns: columns afterwards, at least the tokens of any sequence.
+        """
+        if not self.is_initialized:
+            return
+        self.columns = columns
+        self.lengths -= tokens
+        self.unsettle()
+        if rows > self.fresh:
+            self.reopen()
+        elif self.in_turn:
+            self.take_back()
+        self.fresh = 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:

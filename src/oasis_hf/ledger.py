@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .columns import shift_flags
 from .geometry import GROWTH_TOKENS
 
 
@@ -52,6 +53,13 @@ class PaddingLedger:
             removed = self._real[:, first : self.columns].sum(1)
         self.columns = first
         return removed
+
+    def shift(self, by: Tensor, columns: int, device: torch.device) -> None:
+        """Move each sequence by `by` `[B]` columns to the right, and hold `columns` then."""
+        self._reserve(by.shape[0], self.columns, device)
+        assert self._real is not None
+        self._real[:, :columns] = shift_flags(self._real[:, : self.columns], by, columns)
+        self.columns = columns
 
     def real(self) -> Tensor | None:
         """`[B, columns]` bool, or None if there never was a mask."""
