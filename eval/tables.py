@@ -172,13 +172,15 @@ def cache_name(row: dict[str, Any], budget: int) -> str:
         words.append(f"budget {options['budget']:,}")
     if options.get("compile"):
         words.append("compiled")
+    if row.get("drafts"):
+        words.append(f"{row['drafts']} drafts accepted at {row['acceptance']:g}")
     return ", ".join(words)
 
 
 def _beside_dense(row: dict[str, Any], dense: float | None) -> str:
     if dense is None or row["arm"] == "dense":
         return ""
-    faster = dense / row["ms_p50"]
+    faster = dense * row.get("tokens_per_round", 1) / row["ms_p50"]
     return f"{faster:.1f} x faster" if faster >= 1 else f"{1 / faster:.1f} x slower"
 
 
@@ -219,6 +221,8 @@ def _bench_note(results: dict[str, Any], rows: Cells) -> str:
         f"{unless}, block 16, cap 0.05; ms per decode step. Floor: max(HBM bytes / copy bandwidth, "
         "link bytes / link bandwidth)."
     ]
+    if any(row.get("drafts") for row in rows):
+        notes.append("With drafts: ms per round; acceptance is set, and drafting takes no time.")
     read = [row for row in rows if "prompt_peak_ratio" in row]
     if read:
         pieces = " or ".join(f"{size:,}" for size in sorted({row["piece"] for row in read})[::-1])

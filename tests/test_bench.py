@@ -14,6 +14,7 @@ from helpers import prompt, tiny_model
 
 from oasis_hf import OasisCache
 from oasis_hf.bench import Case, Choices, arms, plan, profiling, prompts, workload
+from oasis_hf.bench.drafts import DraftRounds, kept_tokens
 from oasis_hf.bench.memory import piece, predicted_bytes, predicted_piece_bytes
 from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
 from oasis_hf.cli.bench import line
@@ -72,6 +73,46 @@ def test_a_plan_without_sense_is_explained() -> None:
         plan(SIZES, ["oasis", "paged"], Choices(), 1)
     with pytest.raises(ValueError, match="budgets: got no value"):
         Choices(budgets=())
+    with pytest.raises(ValueError, match="drafts: got 32, expected 0 to 31"):
+        plan(SIZES, ["oasis"], Choices(), 1, 32, [0.5])
+    with pytest.raises(ValueError, match=r"acceptance: got 1\.5"):
+        plan(SIZES, ["oasis"], Choices(), 1, 4, [0.5, 1.5])
+
+
+def test_drafts_are_planned_beside_the_base_and_its_compiled_case() -> None:
+    found = [case for case in plan(SIZES, ARMS, Choices(), 40, 4, [0.6, 0.8]) if case.drafts]
+    assert len(found) == len(SIZES) * 2 * 2
+    assert {(case.drafts, case.acceptance) for case in found} == {(4, 0.6), (4, 0.8)}
+    assert all(case.options in (BASE, BASE | {"compile": True}) for case in found)
+    assert not any(case.base for case in found)
+
+
+# ---- drafts ------------------------------------------------------------------------------------
+
+
+def test_acceptance_is_as_set() -> None:
+    case, generator = Case(1000, 64, drafts=4, acceptance=0.8), torch.Generator().manual_seed(1)
+    kept = kept_tokens(case, generator)
+    assert kept.min() >= 1 and kept.max() == 5
+    expected = 1 + sum(0.8**n for n in range(1, 5))
+    assert kept.float().mean().item() == pytest.approx(expected, abs=0.2)
+    all_of_them = kept_tokens(Case(7, 64, drafts=3, acceptance=1.0), generator)
+    assert all_of_them.tolist() == [4] * 7
+
+
+@torch.no_grad()
+def test_a_round_keeps_what_was_drawn_of_every_row() -> None:
+    model = tiny_model("llama")
+    cache = OasisCache(model, budget=64)
+    model(input_ids=prompt(300, 3), past_key_values=cache)
+    case = Case(3, 300, drafts=4, acceptance=0.5)
+    rounds = DraftRounds(model, case, cache)
+    before, drawn = cache.offloaded[0].lengths.clone(), torch.Generator().manual_seed(0)
+    expected = sum(kept_tokens(case, drawn) for _ in range(6))
+    assert sum(rounds.run() for _ in range(6)) == int(expected.sum())
+    assert [layer.lengths.tolist() for layer in cache.offloaded] == [
+        (before + expected).tolist()
+    ] * len(cache.offloaded)
 
 
 # ---- filled caches -----------------------------------------------------------------------------

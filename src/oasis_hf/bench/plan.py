@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config import OasisConfig
+
 SIZES = ((1, 131072), (8, 32768), (8, 131072), (32, 32768))
 """Sequences, and tokens of context of each."""
 
@@ -31,7 +33,9 @@ class Case:
         arm: "oasis", "dense" (DynamicCache), "static" (StaticCache, the step a CUDA graph) or
             "offloaded" (DynamicCache that Transformers offloads).
         options: choices of the `OasisCache`.
-        steps: decode steps timed.
+        steps: decode steps timed, or rounds.
+        drafts: drafts of each sequence that a round verifies; 0 for plain decoding.
+        acceptance: probability that a draft is accepted.
         base: whether it is the case that the others of its size differ from by one choice; the
             memory of a prompt, and the profile, are taken for these alone.
     """
@@ -41,6 +45,8 @@ class Case:
     arm: str = "oasis"
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 40
+    drafts: int = 0
+    acceptance: float = 0.0
     base: bool = False
 
     @property
@@ -96,7 +102,12 @@ def _without_false(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan(
-    sizes: Iterable[tuple[int, int]], arms: Iterable[str], choices: Choices, steps: int
+    sizes: Iterable[tuple[int, int]],
+    arms: Iterable[str],
+    choices: Choices,
+    steps: int,
+    drafts: int = 0,
+    acceptances: Iterable[float] = (),
 ) -> list[Case]:
     """The cases, those of one batch size together and its compiled ones last.
 
@@ -106,11 +117,20 @@ def plan(
             fit, the offloaded one is run with one sequence.
         choices: what to try of the `OasisCache`.
         steps: decode steps timed.
+        drafts: drafts of a round; 0 for none.
+        acceptances: probabilities that a draft is accepted, each a case beside the base.
 
     Raises:
-        ValueError: an unknown arm.
+        ValueError: an unknown arm, drafts that a verification cannot take, or no probability.
     """
-    arms, cases = list(arms), []
+    arms, cases, acceptances = list(arms), [], list(acceptances)
+    if not 0 <= drafts < OasisConfig.max_rows:
+        raise ValueError(
+            f"drafts: got {drafts}, expected 0 to {OasisConfig.max_rows - 1}, the rows of a "
+            "verification less one"
+        )
+    if wrong := [share for share in acceptances if not 0 <= share <= 1]:
+        raise ValueError(f"acceptance: got {wrong[0]}, expected a probability from 0 to 1")
     if unknown := set(arms) - set(ARMS):
         raise ValueError(f"arms: got {', '.join(sorted(unknown))}, expected of {', '.join(ARMS)}")
     for number, (batch, context) in enumerate(sizes):
@@ -118,6 +138,11 @@ def plan(
         if "oasis" in arms:
             for place, options in enumerate(choices.options(all_budgets=number == 0)):
                 cases.append(Case(batch, tokens, "oasis", options, steps, base=place == 0))
+                if drafts and (place == 0 or options.get("compile")):
+                    cases += [
+                        Case(batch, tokens, "oasis", options, steps, drafts, share)
+                        for share in acceptances
+                    ]
         for arm in arms:
             fits = batch == 1 if arm == "offloaded" else batch * context <= FITS
             if arm != "oasis" and fits:

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from ..cache import OasisCache
 from .arms import Step, fill, step_of
 from .ceilings import measure
+from .drafts import DraftRounds
 from .gate import CHECKS, COMPILED, FUSED, GateFailedError, largest_difference
 from .memory import (
     piece,
@@ -38,19 +39,27 @@ WARM_UP = 5
 Report = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
-def _decode(step: Step, case: Case, first: int, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` decode steps from position `first` on."""
-    times = []
-    for number in range(steps):
-        ids = torch.randint(1, 500, (case.batch, 1), device="cuda")
-        positions = torch.full((case.batch, 1), first + number, device="cuda")
+def _timed(run: Callable[[int], Any], count: int) -> tuple[list[float], list[Any]]:
+    """Milliseconds of `run(0)` to `run(count - 1)`, and what each returned."""
+    times, found = [], []
+    for number in range(count):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        step(ids, positions)
+        found.append(run(number))
         end.record()
         times.append((start, end))
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in times]
+    return [start.elapsed_time(end) for start, end in times], found
+
+
+def _decode(step: Step, case: Case, first: int, steps: int) -> list[float]:
+    """Milliseconds of each of `steps` decode steps from position `first` on."""
+
+    def one(number: int) -> None:
+        ids = torch.randint(1, 500, (case.batch, 1), device="cuda")
+        step(ids, torch.full_like(ids, first + number))
+
+    return _timed(one, steps)[0]
 
 
 def _percentile(values: Iterable[float], share: float) -> float:
@@ -81,12 +90,21 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     torch.cuda.reset_peak_memory_stats()
     warm_up = 1 if case.arm == "offloaded" else WARM_UP
     started = time.perf_counter()
-    step = step_of(model, case, cache)
-    _decode(step, case, case.tokens, warm_up)
+    if case.drafts:
+        rounds = DraftRounds(model, case, cache)
+        _timed(lambda _: rounds.run(), warm_up)
+    else:
+        step = step_of(model, case, cache)
+        _decode(step, case, case.tokens, warm_up)
     row["warm_up_seconds"] = time.perf_counter() - started
-    times = _decode(step, case, case.tokens + warm_up, case.steps)
+    if case.drafts:
+        times, kept = _timed(lambda _: rounds.run(), case.steps)
+        row["tokens_per_round"] = sum(kept) / len(kept) / case.batch
+    else:
+        times = _decode(step, case, case.tokens + warm_up, case.steps)
+        row["tokens_per_round"] = 1.0
     row |= {f"ms_p{int(share * 100)}": _percentile(times, share) for share in (0.2, 0.5, 0.8)}
-    row["tokens_per_second"] = case.batch / row["ms_p50"] * 1e3
+    row["tokens_per_second"] = case.batch * row["tokens_per_round"] / row["ms_p50"] * 1e3
     row["peak_hbm_bytes"] = torch.cuda.max_memory_allocated()
     weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     moved = 0.0

@@ -25,6 +25,10 @@ def bench(
     ),
     prompts: str = typer.Option("", help="Prompt lengths whose time to first token is taken."),
     profile: bool = typer.Option(False, help="Profile the kernels of each base case."),
+    drafts: int = typer.Option(0, help="Drafts that a round verifies, beside plain decoding."),
+    acceptance: str = typer.Option(
+        "0.6,0.8,0.95", help="Probabilities that a draft is accepted; set, not found."
+    ),
     steps: int = typer.Option(40, help="Decode steps timed per case.", min=1),
     quick: bool = typer.Option(False, help="One small size."),
     out: Path | None = typer.Option(None, help="Where the JSON goes."),
@@ -46,7 +50,8 @@ def bench(
             policies=tuple(_policy(policy) for policy in _words(policies)),
             compile=tuple(_switch(word) for word in _words(compiles)),
         )
-        cases = plan(QUICK if quick else SIZES, _words(arms), choices, steps)
+        shares = [float(share) for share in _words(acceptance)]
+        cases = plan(QUICK if quick else SIZES, _words(arms), choices, steps, drafts, shares)
         lengths = [int(length) for length in _words(prompts)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -95,6 +100,8 @@ def line(row: dict[str, Any]) -> str:
     words = [str(value) for name, value in options.items() if name != "compile"]
     if options.get("compile"):
         words.append("compiled")
+    if row.get("drafts"):
+        words.append(f"{row['drafts']} drafts at {row['acceptance']:g}")
     head = f"{_size(row)} {row['arm']:<9} {' '.join(words):<28}"
     if "error" in row:
         return f"{head} {row['error']}"
