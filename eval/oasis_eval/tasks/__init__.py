@@ -36,7 +36,9 @@ RULER: dict[str, Task] = {
 
 RECALL: dict[str, Task] = {
     "recall_one": Task(recall.recall, ALL_OF, "one fact in noise"),
-    "recall_many": Task(partial(recall.recall, many=True), ALL_OF, "one of as many facts as there are keys"),
+    "recall_many": Task(
+        partial(recall.recall, many=True), ALL_OF, "one of as many facts as there are keys"
+    ),
 }
 """In the words of the small retrieval model, which `eval/train_retrieval.py` trains."""
 
