@@ -68,7 +68,7 @@ STAGES = [
     Stage(16384, 4, 500, 5e-4, 768, 256, 30),
     Stage(65536, 1, 200, 3e-4, 768, 256, 40),
 ]
-TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 240), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
+TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 180), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
 FIRST_SHARE = 0.1
 """Of the words, in the beginning: to look for what is equal is learnt sooner among few words. Once
 most is right there are twice as many."""
@@ -86,8 +86,9 @@ def build(words: Words, tiny: bool) -> LlamaForCausalLM:
         num_hidden_layers=2 if tiny else 3,
         num_key_value_heads=2,
         max_position_embeddings=2 * SPAN,
-        # Slow enough that many dimensions hardly turn within the longest context.
-        rope_parameters={"rope_type": "default", "rope_theta": 1e9},
+        # Some dimensions hardly turn within the span, so that far tokens can be told by what they
+        # are; enough others turn fast, which tell neighbours: with 1e9 that is learnt much later.
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4 if tiny else 1e7},
         tie_word_embeddings=True,
         # The usual 0.02 is for wide models: here attention would stay uniform for a long time.
         initializer_range=shape["hidden_size"] ** -0.5,
