@@ -251,6 +251,22 @@ def test_eval_and_report_from_any_folder(
     assert compared.exit_code == 0 and "B - A" in Path("both.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec(packaged.PACKAGE) is None, reason=packaged.INSTALL_COMMAND
+)
+def test_the_tiny_preset_with_the_packaged_model(runner: CliRunner, tmp_path: Path) -> None:
+    """What a user sees first, end to end; an eighth of the context finds what the newest do not."""
+    words = ["eval", "--preset", "tiny", "--text", "reference", "--out", str(tmp_path)]
+    done = runner.invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0 and "| `keys2bit/fetch/128` |" in done.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    score = {cell["arm"]: cell["mean"] for cell in summary["scores"]}
+    assert score == {"dense": 1, "keys2bit/fetch/128": 1, "streaming/fetch/128": 0}
+    mass = {cell["arm"]: cell["mass"] for cell in summary["fidelity"] if "mass" in cell}
+    assert mass["keys2bit/fetch/128"] > mass["streaming/fetch/128"] + 0.05
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
