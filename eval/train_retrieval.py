@@ -70,8 +70,8 @@ STAGES = [
 ]
 TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 180), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
 FIRST_SHARE = 0.25
-"""Of the words, in the beginning: to look for what is equal is learnt sooner among few words, as long
-as they are enough that answers do not repeat. Once half is right there are twice as many."""
+"""Of the words, in the beginning: to look for what is equal is learnt sooner among few words, as
+long as they are enough that answers do not repeat. Once half is right there are twice as many."""
 LOOK = 25
 """Steps between looks at how much is right; each waits for the device."""
 
