@@ -24,6 +24,7 @@ from oasis_eval.tasks import sample
 from oasis_eval.texts import read_text
 from oasis_hf import packaged
 from oasis_hf.cli import app
+from oasis_hf.config import OasisConfig
 
 ORACLE, FULL = "oracle/fetch/64", "keys2bit/fetch/1536"
 SMALL = {
@@ -169,6 +170,19 @@ def test_what_was_answered_is_in_the_cache_when_the_next_question_comes(pair: An
             cache = session.cache(arm)
             (found,) = answer(model, tokenizer, cache, [ids[-1:]], 5, [lambda text: False])
             assert cache.get_seq_length() + len(found.pending) == len(ids) + len(found.ids)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_an_arm_has_its_own_options_and_defaults_for_the_rest(pair: Any, block: int) -> None:
+    """Whether it borrows what was read or, for other blocks, copies it."""
+    model, tokenizer = pair
+    with torch.inference_mode():
+        session = Session(model, [plain(tokenizer, TEXT[:300])] * 2)
+        cache = session.cache(parse(f"mean/fetch/64/block_size={block}"))
+    options = {"index": "mean", "on_miss": "fetch", "budget": 64, "block_size": block}
+    assert cache.oasis_config == OasisConfig(**options)
+    borrowed = cache.offloaded[0].store is session.base.offloaded[0].store
+    assert borrowed == (block == 16) and cache.get_seq_length() == 300
 
 
 # ---- the harness can fail ----------------------------------------------------------------------
