@@ -72,6 +72,8 @@ TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 180), Stage(256, 8, 2000, 2e-3, 8, 8, 60
 FIRST_SHARE = 0.25
 """Of the words, in the beginning: to look for what is equal is learnt sooner among few words, as
 long as they are enough that answers do not repeat. Once half is right there are twice as many."""
+TOGETHER = 32_768
+"""Tokens of a batch of short sequences when accuracy is measured."""
 LOOK = 25
 """Steps between looks at how much is right; each waits for the device."""
 
@@ -177,13 +179,14 @@ def accuracy(
     for length in lengths:
         for facts in (16, min(words.keys, length // 12)):
             right: list[float] = []
-            while len(right) * length < tokens:
-                batch = draw(words, 1, length, facts, 16, generator)
+            rows = max(1, TOGETHER // length)
+            for _ in range(-(-tokens // (rows * length))):
+                batch = draw(words, rows, length, facts, 16, generator)
                 with autocast(generator.device):
                     logits = outputs(model, batch)
                 right.append((logits.argmax(-1) == batch.answers).all(-1).float().mean().item())
             share = sum(right) / len(right)
-            asked = 16 * len(right)
+            asked = batch.asked.shape[1] * rows * len(right)
             found.append({"length": length, "facts": facts, "asked": asked, "right": share})
             print(f"{length} tokens, {facts} facts: {share:.4f} of {asked} right", flush=True)
     return found
@@ -208,14 +211,15 @@ def main(
     started = time.perf_counter()
     history = train(model, words, stages, span, generator)
     trained = time.perf_counter() - started
-    # What is measured is what is saved.
-    model = model.to(torch.bfloat16).float().eval()
-    lengths = [256, 1024, 4096] if tiny else [1024, 8192, 32768, 65536, 131072]
-    measured = accuracy(model, words, lengths, generator, (1 << 15) if tiny else (1 << 20))
-    model = model.to(torch.bfloat16)
+    # Saved before it is measured, and measured as it was saved.
+    model = model.to(torch.bfloat16).eval()
     model.save_pretrained(out)
     tokenizer(words).save_pretrained(out)
     weights = (out / "model.safetensors").read_bytes()
+    about = describe(model)
+    lengths = [256, 1024, 4096] if tiny else [1024, 8192, 32768, 65536, 131072]
+    tokens = 1 << 15 if tiny else 1 << 20
+    measured = accuracy(model.float(), words, lengths, generator, tokens)
     recipe = {
         "command": f"python eval/train_retrieval.py --seed {seed} --scale {scale}",
         "seed": seed,
@@ -227,7 +231,7 @@ def main(
         "sha256": hashlib.sha256(weights).hexdigest(),
         "accuracy": measured,
         "history": history,
-        "about": describe(model),
+        "about": about,
     }
     (out / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}: {len(weights) / 1e6:.1f} MB, sha256 {recipe['sha256'][:12]}")
