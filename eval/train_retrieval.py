@@ -31,8 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oasis_eval.environment import describe
 from oasis_eval.recall import Batch, Words, draw, tokenizer
 
-ENOUGH = 0.999
-"""A stage ends once so many answers are right at four looks in a row."""
+HALF, ENOUGH = 0.5, 0.999
+"""Share of right answers with which there are more words, and with which, at four looks in a row, a
+stage ends."""
 SPAN = 131_072
 TINY_SPAN = 4_096
 
@@ -61,13 +62,20 @@ class Stage:
 
 
 STAGES = [
-    Stage(256, 256, 3000, 2e-3, 32, 16, 60),
-    Stage(1024, 64, 1500, 1e-3, 128, 64, 40),
-    Stage(4096, 16, 800, 1e-3, 512, 128, 40),
-    Stage(16384, 4, 400, 5e-4, 1024, 256, 40),
-    Stage(65536, 1, 200, 3e-4, 1024, 256, 40),
+    Stage(256, 256, 8000, 2e-3, 32, 16, 120),
+    Stage(1024, 64, 2000, 1e-3, 128, 64, 30),
+    Stage(4096, 16, 1000, 1e-3, 512, 128, 30),
+    Stage(16384, 4, 500, 5e-4, 768, 256, 30),
+    Stage(65536, 1, 200, 3e-4, 768, 256, 40),
 ]
-TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 150), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
+TINY = [Stage(64, 16, 6000, 4e-3, 4, 4, 180), Stage(256, 8, 2000, 2e-3, 8, 8, 60)]
+FIRST_SHARE = 0.25
+"""Of the words, in the beginning: to look for what is equal is learnt sooner among few words, as
+long as they are enough that answers do not repeat. Once half is right there are twice as many."""
+TOGETHER = 32_768
+"""Tokens of a batch of short sequences when accuracy is measured."""
+LOOK = 25
+"""Steps between looks at how much is right; each waits for the device."""
 
 
 def build(words: Words, tiny: bool) -> LlamaForCausalLM:
@@ -80,8 +88,9 @@ def build(words: Words, tiny: bool) -> LlamaForCausalLM:
         num_hidden_layers=2 if tiny else 3,
         num_key_value_heads=2,
         max_position_embeddings=2 * SPAN,
-        # Slow enough that many dimensions hardly turn within the longest context.
-        rope_parameters={"rope_type": "default", "rope_theta": 1e9},
+        # Some dimensions hardly turn within the span, so that far tokens can be told by what they
+        # are; enough others turn fast, which tell neighbours: with 1e9 that is learnt much later.
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4 if tiny else 1e7},
         tie_word_embeddings=True,
         # The usual 0.02 is for wide models: here attention would stay uniform for a long time.
         initializer_range=shape["hidden_size"] ** -0.5,
@@ -124,29 +133,21 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), fused=device.type == "cuda")
     history: list[dict[str, Any]] = []
     # On the host: a step does not wait for the device.
-    amount = Random(generator.initial_seed())
+    amount, share = Random(generator.initial_seed()), FIRST_SHARE
     for stage in stages:
-        started = time.perf_counter()
+        started, looks = time.perf_counter(), []
         for step in range(stage.steps):
             spent = max(step / stage.steps, (time.perf_counter() - started) / stage.seconds)
-            if spent >= 1:
+            if spent >= 1 or (share == 1 and len(looks) >= 4 and min(looks[-4:]) >= ENOUGH):
                 break
-            rate = stage.rate * min(1, (step + 1) / 50) * (0.1 + 0.9 * (1 - spent))
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = stage.rate * min(1, (step + 1) / 50, 0.1 + 1.5 * (1 - spent))
             # From few facts among much noise to as many as there may be.
             least = math.log(stage.queries)
             facts = round(math.exp(least + amount.random() * (math.log(stage.facts) - least)))
+            size = (stage.rows, stage.length, facts, stage.queries)
             natural = step % 4 == 3
-            batch = draw(
-                words,
-                stage.rows,
-                stage.length,
-                facts,
-                stage.queries,
-                generator,
-                0 if natural else span,
-            )
+            batch = draw(words, *size, generator, 0 if natural else span, share)
             with autocast(device):
                 logits = outputs(model, batch)
             loss = torch.nn.functional.cross_entropy(
@@ -156,26 +157,16 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if step % 50 == 0 or step + 1 == stage.steps:
-                right = (logits.argmax(-1) == batch.answers).all(-1).float().mean().item()
-                took = time.perf_counter() - started
-                history.append(
-                    {
-                        "length": stage.length,
-                        "step": step,
-                        "loss": round(loss.item(), 4),
-                        "right": round(right, 4),
-                        "seconds": round(took, 1),
-                    }
-                )
-                print(
-                    f"{stage.length} step {step}: loss {loss.item():.3f}, right {right:.3f}, "
-                    f"{took:.0f} s",
-                    flush=True,
-                )
-                last = [x["right"] for x in history[-4:] if x["length"] == stage.length]
-                if len(last) == 4 and min(last) >= ENOUGH:
-                    break
+            if step % LOOK == 0 or step + 1 == stage.steps:
+                looks.append((logits.argmax(-1) == batch.answers).all(-1).float().mean().item())
+                look = {"length": stage.length, "step": step, "share": round(share, 3)}
+                look |= {"loss": round(loss.item(), 4), "right": round(looks[-1], 4)}
+                look["seconds"] = round(time.perf_counter() - started, 1)
+                history.append(look)
+                if step % (4 * LOOK) == 0:
+                    print(", ".join(f"{name} {value}" for name, value in look.items()), flush=True)
+                if looks[-1] > HALF:
+                    share = min(1.0, 2 * share)
     return history
 
 
@@ -188,13 +179,14 @@ def accuracy(
     for length in lengths:
         for facts in (16, min(words.keys, length // 12)):
             right: list[float] = []
-            while len(right) * length < tokens:
-                batch = draw(words, 1, length, facts, 16, generator)
+            rows = max(1, TOGETHER // length)
+            for _ in range(-(-tokens // (rows * length))):
+                batch = draw(words, rows, length, facts, 16, generator)
                 with autocast(generator.device):
                     logits = outputs(model, batch)
                 right.append((logits.argmax(-1) == batch.answers).all(-1).float().mean().item())
             share = sum(right) / len(right)
-            asked = 16 * len(right)
+            asked = batch.asked.shape[1] * rows * len(right)
             found.append({"length": length, "facts": facts, "asked": asked, "right": share})
             print(f"{length} tokens, {facts} facts: {share:.4f} of {asked} right", flush=True)
     return found
@@ -210,7 +202,7 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
-    words = Words(16, 48, 16) if tiny else Words()
+    words = Words(64, 128, 32) if tiny else Words()
     stages, span = (TINY, TINY_SPAN) if tiny else (STAGES, SPAN)
     stages = [Stage(**(asdict(s) | {"seconds": s.seconds * scale})) for s in stages]
     model = build(words, tiny).to(device).train()
@@ -219,14 +211,15 @@ def main(
     started = time.perf_counter()
     history = train(model, words, stages, span, generator)
     trained = time.perf_counter() - started
-    # What is measured is what is saved.
-    model = model.to(torch.bfloat16).float().eval()
-    lengths = [256, 1024, 4096] if tiny else [1024, 8192, 32768, 65536, 131072]
-    measured = accuracy(model, words, lengths, generator, (1 << 15) if tiny else (1 << 20))
-    model = model.to(torch.bfloat16)
+    # Saved before it is measured, and measured as it was saved.
+    model = model.to(torch.bfloat16).eval()
     model.save_pretrained(out)
     tokenizer(words).save_pretrained(out)
     weights = (out / "model.safetensors").read_bytes()
+    about = describe(model)
+    lengths = [256, 1024, 4096] if tiny else [1024, 8192, 32768, 65536, 131072]
+    tokens = 1 << 15 if tiny else 1 << 20
+    measured = accuracy(model.float(), words, lengths, generator, tokens)
     recipe = {
         "command": f"python eval/train_retrieval.py --seed {seed} --scale {scale}",
         "seed": seed,
@@ -238,7 +231,7 @@ def main(
         "sha256": hashlib.sha256(weights).hexdigest(),
         "accuracy": measured,
         "history": history,
-        "about": describe(model),
+        "about": about,
     }
     (out / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}: {len(weights) / 1e6:.1f} MB, sha256 {recipe['sha256'][:12]}")

@@ -67,6 +67,19 @@ def test_what_was_read_is_still_there_after_borrowers() -> None:
         )
 
 
+def test_a_borrower_stores_what_takes_the_place_of_cropped_tokens() -> None:
+    model = tiny_model("llama")
+    base = OasisCache(model, index="streaming", on_miss="skip")
+    forward(model, prompt(200, 2), base)
+    options = {"budget": 64, "index": "keys2bit", "on_miss": "fetch"}
+    fork, borrower = base.fork(**options), borrow(base, **options)
+    for cache in (fork, borrower):
+        cache.crop(-120)
+        forward(model, prompt(150, 2, seed=3), cache)
+    for mine, its in zip(borrower.offloaded, fork.offloaded, strict=True):
+        assert torch.equal(mine.history([230, 230])[0], its.history([230, 230])[0])
+
+
 def test_only_sequences_of_one_length_can_be_borrowed() -> None:
     model = tiny_model("llama")
     base = OasisCache(model, index="streaming", on_miss="skip")

@@ -24,6 +24,7 @@ from oasis_eval.tasks import sample
 from oasis_eval.texts import read_text
 from oasis_hf import packaged
 from oasis_hf.cli import app
+from oasis_hf.config import OasisConfig
 
 ORACLE, FULL = "oracle/fetch/64", "keys2bit/fetch/1536"
 SMALL = {
@@ -171,6 +172,19 @@ def test_what_was_answered_is_in_the_cache_when_the_next_question_comes(pair: An
             assert cache.get_seq_length() + len(found.pending) == len(ids) + len(found.ids)
 
 
+@pytest.mark.parametrize("block", [16, 32])
+def test_an_arm_has_its_own_options_and_defaults_for_the_rest(pair: Any, block: int) -> None:
+    """Whether it borrows what was read or, for other blocks, copies it."""
+    model, tokenizer = pair
+    with torch.inference_mode():
+        session = Session(model, [plain(tokenizer, TEXT[:300])] * 2)
+        cache = session.cache(parse(f"mean/fetch/64/block_size={block}"))
+    options = {"index": "mean", "on_miss": "fetch", "budget": 64, "block_size": block}
+    assert cache.oasis_config == OasisConfig(**options)
+    borrowed = cache.offloaded[0].store is session.base.offloaded[0].store
+    assert borrowed == (block == 16) and cache.get_seq_length() == 300
+
+
 # ---- the harness can fail ----------------------------------------------------------------------
 
 
@@ -249,6 +263,22 @@ def test_eval_and_report_from_any_folder(
     (other,) = Path("oasis-eval").iterdir()
     compared = runner.invoke(app, ["report", "one", str(other), "--out", "both.md"])
     assert compared.exit_code == 0 and "B - A" in Path("both.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec(packaged.PACKAGE) is None, reason=packaged.INSTALL_COMMAND
+)
+def test_the_tiny_preset_with_the_packaged_model(runner: CliRunner, tmp_path: Path) -> None:
+    """What a user sees first, end to end; an eighth of the context finds what the newest do not."""
+    words = ["eval", "--preset", "tiny", "--text", "reference", "--out", str(tmp_path)]
+    done = runner.invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0 and "| `keys2bit/fetch/128` |" in done.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    score = {cell["arm"]: cell["mean"] for cell in summary["scores"]}
+    assert score == {"dense": 1, "keys2bit/fetch/128": 1, "streaming/fetch/128": 0}
+    mass = {cell["arm"]: cell["mass"] for cell in summary["fidelity"] if "mass" in cell}
+    assert mass["keys2bit/fetch/128"] > mass["streaming/fetch/128"] + 0.05
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "answer_tokens": 16,
     },
     "smoke": {
-        "tasks": ["niah_single_1", "niah_single_2", "niah_multikey_1", "ask_again", "language"],
+        "tasks": ["niah_single_2", "niah_multikey_1", "ask_again", "language"],
         "contexts": [1024],
         "arms": [
-            *(f"keys2bit/fetch/{budget}" for budget in (64, 128, 256)),
+            *(f"keys2bit/fetch/{budget}" for budget in (64, 128)),
             "minmax/fetch/128",
             "streaming/fetch/128",
         ],

@@ -99,6 +99,7 @@ def draw(
     queries: int,
     generator: torch.Generator,
     span: int = 0,
+    share: float = 1.0,
 ) -> Batch:
     """Draws sequences of facts in noise, and questions about as many distinct facts as there fit.
 
@@ -111,10 +112,14 @@ def draw(
         generator: random numbers; its device is where all is made.
         span: positions are spread over so many, by skips at a few places (PoSE, Zhu et al. 2023):
             distances of long contexts from short sequences. 0 for natural positions.
+        share: of the words of each kind, the first ones, to draw from.
     """
     device = generator.device
     cells = (length - QUERY * min(queries, facts)) // CELL
-    facts = min(facts, cells, words.keys)
+    key_count, value_count, noise_count = (
+        max(1, round(share * count)) for count in (words.keys, words.values, words.noise)
+    )
+    facts = min(facts, cells, key_count)
     queries = min(queries, facts)
     left = length - queries * QUERY
 
@@ -126,9 +131,9 @@ def draw(
         order = torch.rand(rows, among, generator=generator, device=device)
         return order.topk(count, -1).indices
 
-    haystack = words.first_noise + random(words.noise, left)
-    place, keys = chosen(left // CELL, facts) * CELL, 2 + chosen(words.keys, facts)
-    values = words.first_value + random(words.values, facts, LENGTH)
+    haystack = words.first_noise + random(noise_count, left)
+    place, keys = chosen(left // CELL, facts) * CELL, 2 + chosen(key_count, facts)
+    values = words.first_value + random(value_count, facts, LENGTH)
     ends = torch.zeros(rows, facts, 1, dtype=torch.long, device=device)
     told = torch.cat([keys[..., None], values, ends], -1)
     target = place[..., None] + torch.arange(CELL, device=device)
@@ -138,7 +143,7 @@ def draw(
     haystack = haystack.gather(1, turn % left)
     # The rows of `chosen` are in random order: the first facts are as good as any.
     asked = told[:, :queries]
-    lead = words.first_noise + random(words.noise, queries, 1)
+    lead = words.first_noise + random(noise_count, queries, 1)
     questions = torch.cat([lead, torch.ones_like(lead), asked], -1)
     ids = torch.cat([haystack, questions.flatten(1)], 1)
     begin = left + QUERY * torch.arange(queries, device=device)[:, None] + 2

@@ -14,12 +14,14 @@ from transformers import DynamicCache
 
 from oasis_hf import OasisCache
 from oasis_hf.compat import cache_kwarg
+from oasis_hf.config import OasisConfig
 from oasis_hf.index import index_class
 from oasis_hf.layer import OasisLayer
 
 from .arms import Arm
 
 PREFILL_CHUNK = 512
+DEFAULTS = OasisConfig().as_dict()
 COUNTED = ("hit_rate", "fetched_now", "admitted", "refused", "turnover")
 """What is kept of a cache's stats, besides bytes."""
 
@@ -37,7 +39,8 @@ def read(model: Any, ids: Tensor) -> OasisCache:
     A GPU reads in TF32 where the model is in float32: all arms continue the same keys and values,
     and every decoded token is computed in full float32.
     """
-    base = OasisCache(model, index="streaming", on_miss="skip")
+    # It is never decoded with: the smallest working set there is.
+    base = OasisCache(model, index="streaming", on_miss="skip", budget=16, head_room=1.0)
     pieces = [ids] if model.device.type == "cuda" else ids.split(PREFILL_CHUNK, dim=1)
     with _tf32():
         for piece in pieces:
@@ -110,7 +113,7 @@ class Session:
         if self.held is not None:
             return _dynamic(self.model, self.held) if arm.dense else self._borrowing(arm)
         if not arm.dense:
-            return self.base.fork(**arm.options)
+            return self.base.fork(**(DEFAULTS | arm.options))
         cache = DynamicCache(config=self.model.config)
         for piece in self.ids.split(PREFILL_CHUNK, dim=1):
             feed(self.model, cache, piece)
@@ -119,10 +122,8 @@ class Session:
     def _borrowing(self, arm: Arm) -> OasisCache:
         """A cache over the host memory of what was read."""
         assert self.held is not None
-        if arm.options.get("block_size", self.base.oasis_config.block_size) != (
-            self.base.oasis_config.block_size
-        ):
-            return self.base.fork(**arm.options)
+        if OasisConfig(**arm.options).block_size != self.base.oasis_config.block_size:
+            return self.base.fork(**(DEFAULTS | arm.options))
         cache = OasisCache(self.model, **arm.options)
         if any(not isinstance(layer, OasisLayer) for layer in cache.layers):
             raise ValueError(f"{arm.name}: dense_layers cannot be continued from offloaded ones")

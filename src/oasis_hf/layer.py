@@ -307,6 +307,8 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.reserve(columns)
         if owner is not None:
             self.extend(key, value, None)
+            # From now on tokens may be taken back, and others stored in their place.
+            self.borrowed = 0
             return
         column = torch.arange(key.shape[2], device=self.device)
         self.extend(key, value, column[None] < lengths[:, None].to(self.device))

@@ -31,7 +31,7 @@ class LayerStorage:
         in_turn: whether the newest rows were such a verification.
         cold: whether the resident set is to be filled anew, after a prompt.
         recording: whether drafts may be cropped after a forward; set by the cache.
-        borrowed: first tokens of each sequence that the store held before this layer; a host
+        borrowed: while a history is adopted, its first tokens that the store holds already; a host
             number.
     """
 
