@@ -11,8 +11,10 @@ import torch
 from eval_helpers import character_tokenizer
 from helpers import (
     FULL,
+    MODELS,
     SMALL,
     Driver,
+    build_model,
     dense_cache,
     draft_model,
     generate,
@@ -27,7 +29,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sta
 
 import oasis_hf
 from oasis_hf import OasisCache, OasisUnsupportedError
-from oasis_hf.generation import acceptance
+from oasis_hf.compat import StepwiseCache, cache_kwarg
+from oasis_hf.generation import acceptance, front
 from oasis_hf.generation.acceptance import Drafts, choose
 from oasis_hf.generation.drafting import PromptLookup
 from oasis_hf.generation.text import Text
@@ -558,6 +561,35 @@ def test_other_names_are_still_missing() -> None:
     """`oasis_hf.generation` is imported when it is asked for."""
     with pytest.raises(AttributeError, match="no attribute 'generations'"):
         _ = oasis_hf.generations  # type: ignore[attr-defined]
+
+
+# ---- the draft's cache ---------------------------------------------------------------------------
+
+
+def test_a_drafts_cache_is_bounded_where_its_attention_can_be() -> None:
+    model, cache = tiny_model("llama"), OasisCache(tiny_model("llama"), budget=64)
+    own = front._draft_cache(model, cache)
+    assert isinstance(own, OasisCache) and own.oasis_config.budget == 64
+    assert front._draft_cache(model, DynamicCache()).oasis_config.budget == 2048
+    assert type(front._draft_cache(draft_model("llama", "good"), cache)) is StepwiseCache
+
+
+def test_a_bounded_draft_changes_no_token() -> None:
+    """What a draft forgets costs acceptance, never a token."""
+    model, draft = tiny_model("llama"), build_model(*MODELS["llama"], "oasis")
+    ids = {"input_ids": prompt(180, 2), "max_new_tokens": 20, "do_sample": False}
+    plain = model.generate(**ids, **{cache_kwarg(model): OasisCache(model, **FULL)})
+    found = oasis_hf.generation.generate(
+        model,
+        **ids,
+        past_key_values=OasisCache(model, **FULL),
+        draft=draft,
+        draft_cache=OasisCache(draft, budget=32),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(found.sequences, plain)
+    # The draft has the model's weights: only what it does not attend to can cost acceptance.
+    assert 0 < found.speculation.accepted < found.speculation.drafted
 
 
 # ---- bad input -----------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .. import compat
+from ..attention import NAME
+from ..cache import OasisCache
 from ..speculation import Speculation, SpeculationReport
 from .checks import check_batch, check_caches, check_model
 from .decoder import Decoder
@@ -75,7 +77,9 @@ def generate(
         streamer: takes the new tokens, for a batch of one.
         assistant_model: the draft model, which shares the model's vocabulary.
         draft: the same; one of the two.
-        draft_cache: the draft's cache, an `OasisCache` or `DynamicCache`; a new one by default.
+        draft_cache: the draft's cache, an `OasisCache` or `DynamicCache`. By default a new one:
+            bounded as the model's is, if the draft's attention is "oasis" too; a `DynamicCache`
+            otherwise.
         speculation: how many tokens to draft, and when not to; by default a fixed number:
             `prompt_lookup_num_tokens`; or `num_assistant_tokens` of the call or of the model (but
             for 20, which Transformers fills in itself), or of the draft; or 5.
@@ -114,6 +118,8 @@ def generate(
     real = _mask(inputs, kwargs, generation_config)
     speculation = _speculation(speculation, draft, generation_config)
     check_model(model, draft, generation_config, kwargs)
+    if draft is not None and draft_cache is None and speculation.draft_length:
+        draft_cache = _draft_cache(draft, cache)
     check_caches(model, cache, draft, draft_cache, speculation)
     check_batch(inputs, real, cache, draft, draft_cache, logits_processor, streamer)
     stops = Stops(stopping_criteria, generation_config.max_length)
@@ -122,8 +128,6 @@ def generate(
     piece = generation_config.prefill_chunk_size
     drafter: Drafter | None = None
     if draft is not None and speculation.draft_length:
-        if draft_cache is None:
-            draft_cache = compat.StepwiseCache(config=compat.text_config(draft.config))
         follower = Decoder(draft, draft_cache)
         follower.read(inputs, real, piece)
         drafter = ModelDrafter(follower, processors, sample)
@@ -141,6 +145,14 @@ def generate(
     if not generation_config.return_dict_in_generate:
         return text.sequences()
     return _output(loop, real, cache)
+
+
+def _draft_cache(draft: Any, cache: Any) -> Any:
+    """A cache for a draft: of the model's budget where the draft can have one."""
+    if compat.attention_name(compat.text_config(draft.config)) != NAME:
+        return compat.StepwiseCache(config=compat.text_config(draft.config))
+    options = {"budget": cache.oasis_config.budget} if isinstance(cache, OasisCache) else {}
+    return OasisCache(draft, **options)
 
 
 def _with_stop_strings(criteria: Any, kwargs: dict[str, Any]) -> Any:
