@@ -107,6 +107,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"dense_layers": (0, 7)},
         ("dense_layers: got [7]", "numbers below 2"),
     ),
+    "all layers dense": (
+        {"dense_layers": (0, 1)},
+        ("dense_layers: got [0, 1]", "use DynamicCache"),
+    ),
     "negative dense layer": ({"dense_layers": (-1,)}, ("dense_layers: got (-1,)", "like (0, 1)")),
     "dense layer no list": ({"dense_layers": 1}, ("dense_layers: got 1", "like (0, 1)")),
     "unknown option": (

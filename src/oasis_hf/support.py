@@ -56,7 +56,8 @@ def build_layers(
 
     Raises:
         OasisUnsupportedError: the model cannot be served, with the reason.
-        OasisConfigError: `dense_layers` names a layer that does not exist.
+        OasisConfigError: `dense_layers` names a layer that does not exist, or leaves none to
+            offload.
     """
     reason = refusal(model_config)
     if reason is not None:
@@ -69,6 +70,11 @@ def build_layers(
         )
     ours = [n for n, layer in enumerate(layers) if compat.is_full_attention(layer)]
     offloaded = [n for n in ours if n not in config.dense_layers]
+    if not offloaded:
+        raise OasisConfigError(
+            f"dense_layers: got {list(config.dense_layers)}, expected at least one layer with full "
+            f"attention (of {ours}) to be left out; to keep all on the device use DynamicCache"
+        )
     for number in ours:
         leads = number == ours[0]
         if number in offloaded:
