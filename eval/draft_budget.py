@@ -1,10 +1,11 @@
 """What it costs in acceptance that a draft attends to a bounded number of tokens.
 
-The draft has the model's own weights, so with a full cache every draft is accepted: what is missing
-is what its budget costs. Texts are real prose, continued greedily by the model with a full cache,
-so that all budgets draft for the same tokens.
+The draft has the model's own weights, so with a full cache all drafts are accepted but those of a
+text's last round, which is cut short. What is missing beside that is what the budget costs. Texts
+are real prose, continued greedily by the model with a full cache, so that all budgets draft for the
+same tokens.
 
-    python eval/draft_budget.py                  # SmolLM2-135M, 4K tokens, about ten minutes
+    python eval/draft_budget.py                  # SmolLM2-135M, 4K tokens
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from oasis_hf import OasisCache
 from oasis_hf.generation import Speculation, generate
 from oasis_hf.packaged import load, smollm2
 
-BUDGETS = (2048, 1024, 512, 256, 128)
-
 
 @torch.no_grad()
 def main(
@@ -32,6 +31,7 @@ def main(
     rows: int = typer.Option(4, help="Prompts, consecutive pieces of the text."),
     new: int = typer.Option(64, help="Tokens generated behind each."),
     length: int = typer.Option(4, help="Tokens drafted per round."),
+    budgets: str = typer.Option("2048,1024,512,256,128", help="Of the draft's cache."),
     text: str = typer.Option("reference", help="As in `oasis-hf eval --text`."),
     out: Path = typer.Option(Path(__file__).parent / "results" / "draft-budget.json"),
 ) -> None:
@@ -41,7 +41,7 @@ def main(
     ids = tokenizer(read_text(text), return_tensors="pt").input_ids[0, : rows * context]
     prompts = ids.view(rows, context).to(model.device)
     found = []
-    for budget in (None, *BUDGETS):
+    for budget in (None, *map(int, budgets.split(","))):
         rates, drafted = [], 0
         for row in prompts.split(1):
             cache = DynamicCache(config=draft.config)
