@@ -108,7 +108,9 @@ def load(folder: str, dtype: str) -> tuple[Any, Any]:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -173,7 +175,7 @@ def decode(model: Any, cache: Any, token: int, position: int, limit: int, ends: 
 
 
 def answered(
-    model: Any, tokenizer: Any, prompt: dict[str, Any], names: list[str], keeps: list[int]
+    model: Any, tokenizer: Any, prompt: dict[str, Any], arms: dict[str, tuple[str, int]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the answer of every method and number of tokens kept.
 
@@ -186,14 +188,13 @@ def answered(
     ids, started = prompt["ids"], time.perf_counter()
     length = len(ids) - 1
     presses = {
-        f"kvpress-{name}/{keep}": getattr(kvpress, PRESSES[name])(ratio(length, keep))
-        for name in names
-        for keep in keeps
+        arm: getattr(kvpress, PRESSES[name])(ratio(length, keep))
+        for arm, (name, keep) in arms.items()
     }
     caches = compressed(model, torch.tensor([ids[:-1]], device=model.device), presses)
     reading = round(time.perf_counter() - started, 3)
     for arm, cache in caches.items():
-        started, keep = time.perf_counter(), min(length, int(arm.split("/")[1]))
+        started, keep = time.perf_counter(), min(length, arms[arm][1])
         held = {layer.keys.shape[2] for layer in cache.layers}
         if held != {keep}:
             raise InputError(
@@ -224,8 +225,7 @@ def run(
     prompts: list[dict[str, Any]],
     folder: str,
     dtype: str,
-    names: list[str],
-    keeps: list[int],
+    arms: dict[str, tuple[str, int]],
     out: Path,
 ) -> None:
     """Answers all prompts that the folder `out` has no answers to yet."""
@@ -247,7 +247,6 @@ def run(
     }
     check_folder(out, about)
     (out / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    arms = {f"kvpress-{name}/{keep}" for name in names for keep in keeps}
     log = out / ANSWERS
     known = set()
     if log.exists():
@@ -255,10 +254,10 @@ def run(
     for done, prompt in enumerate(prompts, 1):
         if all(key(prompt | {"arm": arm}) in known for arm in arms):
             continue
-        with torch.inference_mode(), log.open("a", encoding="utf-8") as file:
-            for record in answered(model, tokenizer, prompt, names, keeps):
-                if key(record) not in known:
-                    file.write(json.dumps(record) + "\n")
+        with torch.inference_mode():
+            found = [r for r in answered(model, tokenizer, prompt, arms) if key(r) not in known]
+        with log.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in found))
         print(f"{done}/{len(prompts)} {prompt['task']} {prompt['context']:,}", flush=True)
 
 
@@ -292,16 +291,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     given = parser.parse_args()
     try:
-        names, keeps, prompts = (
-            press_names(given.presses),
-            budgets(given.keep),
-            read_prompts(given.prompts),
-        )
+        names, keeps = press_names(given.presses), budgets(given.keep)
+        arms = {f"kvpress-{name}/{keep}": (name, keep) for name in names for keep in keeps}
+        prompts = read_prompts(given.prompts)
         if given.threads:
             import torch
 
             torch.set_num_threads(given.threads)
-        run(prompts, given.model, given.dtype, names, keeps, given.out)
+        run(prompts, given.model, given.dtype, arms, given.out)
     except InputError as error:
         raise SystemExit(f"peers.py: {error}") from None
 
