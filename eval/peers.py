@@ -125,16 +125,7 @@ def load(folder: str, dtype: str) -> tuple[Any, Any]:
 
 
 def compressed(model: Any, ids: Any, presses: dict[str, Any]) -> dict[str, Any]:
-    """What every method keeps of one dense reading.
-
-    Args:
-        model: the model.
-        ids: `[1, tokens]` what is read.
-        presses: of kvpress, by name.
-
-    Returns:
-        A cache for each name.
-    """
+    """For each of the presses of kvpress, a cache of what it keeps of `ids` `[1, tokens]`."""
     from kvpress import BasePress
     from transformers import DynamicCache
 
