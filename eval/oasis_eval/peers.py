@@ -60,7 +60,7 @@ def write_prompts(folder: Path, file: Path, tokenizer: Any = None) -> int:
     if tokenizer is None:
         tokenizer = AutoTokenizer.from_pretrained(config.model or smollm2())
     prose = Prose(read_text(config.text or about["text"]))
-    lines: list[str] = []
+    found: list[Record] = []
     with Generator(tokenizer, prose, config.seed) as makes:
         for task, context in sorted({key[:2] for key in known}):
             count = 1 + max(key[2] for key in known if key[:2] == (task, context))
@@ -69,15 +69,17 @@ def write_prompts(folder: Path, file: Path, tokenizer: Any = None) -> int:
                     continue
                 line = _prompt(tokenizer, sample, config)
                 _check_same(line, known[place(sample)], "text")
-                lines.append(json.dumps(line) + "\n")
-    if not lines:
+                found.append(line)
+    if not found:
         raise ValueError(
             f"run: {folder} has no answers to tasks of one question, expected some of such as "
             "niah_single_2; run `oasis-hf eval` with it first"
         )
+    # A peer that is interrupted has answered some of every task.
+    found.sort(key=lambda prompt: int(prompt["number"]))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(lines), encoding="utf-8")
-    return len(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+    return len(found)
 
 
 def _prompt(tokenizer: Any, sample: Any, config: EvalConfig) -> Record:

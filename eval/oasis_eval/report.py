@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .arms import is_peer
 from .run import Record, read_records
 from .summary import OVERALL, SELECTION, Cells, grouped, summarise
 
@@ -77,7 +78,7 @@ def note(about: dict[str, Any], records: list[Record]) -> str:
     """Where and with what it was made, and how to read it."""
     config = about["config"]
     machine = about["device"] if about["device"] != "cpu" else f"{about['cpus']}-core CPU"
-    seconds = sum(record["seconds"] for record in records)
+    seconds = sum(record["seconds"] for record in records if not is_peer(record["arm"]))
     read = sum(
         found[0]["reading"] for found in grouped(records, "task", "context", "number").values()
     )
