@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -43,6 +44,23 @@ class Arm:
 
 
 DENSE = Arm("dense")
+PEER = re.compile(r"[a-z][\w.]*-[\w.]+/(\d+)")
+"""An arm of another library: LIBRARY-METHOD/TOKENS, such as kvpress-snapkv/512."""
+
+
+def is_peer(name: str) -> bool:
+    """Whether an arm is another library's, which is only reported."""
+    return PEER.fullmatch(name) is not None
+
+
+def named(name: str) -> Arm:
+    """The arm of a result; one of another library has no options but its tokens.
+
+    Raises:
+        ValueError: as `parse` does.
+    """
+    peer = PEER.fullmatch(name)
+    return Arm(name, {"budget": int(peer[1])}) if peer else parse(name)
 
 
 def parse(name: str) -> Arm:

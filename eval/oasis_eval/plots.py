@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from .arms import DENSE, parse
+from .arms import DENSE, named
 from .run import Record
 from .summary import OVERALL, Cells, grouped
 
@@ -34,7 +34,7 @@ def draw(folder: Path, records: list[Record], cells: Cells) -> list[str]:
 
 def budgets(cells: Cells) -> list[int]:
     """The budgets that scores were measured at."""
-    return sorted({parse(cell["arm"]).budget for cell in cells} - {0})
+    return sorted({named(cell["arm"]).budget for cell in cells} - {0})
 
 
 def over_budget(cells: Cells) -> Any:
@@ -45,7 +45,7 @@ def over_budget(cells: Cells) -> Any:
     )
     for axis, (context, found) in zip(axes[0], contexts.items(), strict=True):
         for family, line in sorted(_families(found).items()):
-            x = [parse(cell["arm"]).budget for cell in line]
+            x = [named(cell["arm"]).budget for cell in line]
             y = [100 * cell["mean"] for cell in line]
             axis.plot(x, y, marker="o", label=family)
             axis.fill_between(
@@ -73,8 +73,8 @@ def _overall(cells: Cells) -> Cells:
 def _families(cells: Cells) -> dict[str, Cells]:
     """Sparse cells by all but their budget, by ascending budget."""
     groups: dict[str, Cells] = {}
-    for cell in sorted(cells, key=lambda cell: parse(cell["arm"]).budget):
-        arm = parse(cell["arm"])
+    for cell in sorted(cells, key=lambda cell: named(cell["arm"]).budget):
+        arm = named(cell["arm"])
         if not arm.dense:
             groups.setdefault(arm.family, []).append(cell)
     return groups

@@ -7,12 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .arms import is_peer
 from .run import Record, read_records
 from .summary import OVERALL, SELECTION, Cells, grouped, summarise
 
+PEERS, PEERS_ABOUT = "peers.jsonl", "peers.json"
+"""What another library answered to the same prompts, and what it ran with (see `peers`)."""
+
 
 def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
-    """What a run was made with, and its results.
+    """What a run was made with, and its results, those of other libraries last.
 
     Raises:
         FileNotFoundError: the folder holds no run.
@@ -23,7 +27,11 @@ def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
             raise FileNotFoundError(
                 f"{folder} holds no {file.name}; expected a folder that `oasis-hf eval` wrote"
             )
-    return json.loads(about.read_text(encoding="utf-8")), read_records(log)
+    made, records = json.loads(about.read_text(encoding="utf-8")), read_records(log)
+    if (folder / PEERS).exists():
+        records += read_records(folder / PEERS)
+        made["peers"] = json.loads((folder / PEERS_ABOUT).read_text(encoding="utf-8"))
+    return made, records
 
 
 def write_report(folder: Path) -> Path:
@@ -70,7 +78,7 @@ def note(about: dict[str, Any], records: list[Record]) -> str:
     """Where and with what it was made, and how to read it."""
     config = about["config"]
     machine = about["device"] if about["device"] != "cpu" else f"{about['cpus']}-core CPU"
-    seconds = sum(record["seconds"] for record in records)
+    seconds = sum(record["seconds"] for record in records if not is_peer(record["arm"]))
     read = sum(
         found[0]["reading"] for found in grouped(records, "task", "context", "number").values()
     )
@@ -88,6 +96,17 @@ def note(about: dict[str, Any], records: list[Record]) -> str:
         f"threads, {seconds / 60:.1f} minutes of answers and {read / 60:.1f} of reading; "
         f"{about['date']}, commit {about['commit']}, Python {about['python']}, {versions}."
         + (f" Note: {about['note']}." if "note" in about else "")
+        + (_peers(about["peers"]) if "peers" in about else "")
+    )
+
+
+def _peers(about: dict[str, Any]) -> str:
+    """How arms of another library are named, and what they ran with."""
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    return (
+        "\n\nLIBRARY-METHOD/TOKENS names an arm of another library that reads the same ids, all of "
+        "the prompt but its last token, keeps so many tokens per KV head and evicts the others for "
+        f"good; {about['date']}, {versions}."
     )
 
 
@@ -115,13 +134,18 @@ def changes_table(cells: Cells) -> str:
                 f"`{arm}`",
                 *(_change(_at(found, task)) for task in tasks),
                 f"{sum(same) / len(same):.0%}" if same else "",
-                *(f"{costs[name]:.1%}" for name in ("hit_rate", "fetched_now", "turnover")),
-                f"{costs['attended']:,.0f}",
-                f"{costs['bytes_per_step'] / 1e6:.2f} MB",
+                *(_cost(costs, name, ".1%") for name in ("hit_rate", "fetched_now", "turnover")),
+                _cost(costs, "attended", ",.0f"),
+                _cost(costs, "bytes_per_step", ".2f", 1e-6, " MB"),
             ]
         )
     header = ["arm", *tasks, "same answers", "hits", "fetched before", "turnover", "attended"]
     return table([*header, "moved per step"], rows)
+
+
+def _cost(cell: dict[str, Any], name: str, form: str, scale: float = 1, unit: str = "") -> str:
+    """What a cache counted; nothing where it counts no such thing."""
+    return f"{cell[name] * scale:{form}}{unit}" if name in cell else ""
 
 
 def fidelity_table(cells: Cells) -> str:

@@ -95,13 +95,29 @@ def report(
         Path | None, typer.Argument(help="Folder of another run, to compare with.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where the comparison goes, too.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Only write the run's prompts there, for eval/peers.py.")
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(help="Add the answers in this folder, which eval/peers.py wrote.")
+    ] = None,
 ) -> None:
     """Compare two runs of `oasis-hf eval`, or write one run's report anew."""
     _require()
     from oasis_eval.compare import compare
+    from oasis_eval.peers import merge, write_prompts
     from oasis_eval.report import write_report
 
     try:
+        if second is not None and (prompts or peers):
+            raise ValueError(
+                f"second: got {second}, expected one run with --prompts or --peers; leave it out"
+            )
+        if prompts is not None:
+            typer.echo(f"{write_prompts(first, prompts)} prompts written to {prompts}")
+            return
+        if peers is not None:
+            merge(first, peers)
         if second is None:
             text = write_report(first).read_text(encoding="utf-8")
         else:
