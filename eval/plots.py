@@ -199,19 +199,14 @@ def lookahead_layers(results: dict[str, Any]) -> Figure:
     ]
     budget = min(row["budget"] for row in rows)
     rows = [row for row in rows if row["budget"] == budget and row["text"] == rows[0]["text"]]
-    runs = [run for run in LOOKAHEAD_RUNS if any(row["run"] == run for row in rows)]
-    figure, panels = plt.subplots(
-        1, len(runs), figsize=(4.4 * len(runs), 3.6), layout="constrained", squeeze=False
-    )
-    for axes, (run, title) in zip(panels[0], ((x, LOOKAHEAD_RUNS[x]) for x in runs), strict=True):
+    figure, panels = _panels(rows)
+    for run, axes in panels:
         for colour, name in zip(cycle(COLOURS), LOOKAHEAD_SHOWN, strict=False):
             for row in rows:
                 if (row["run"], row["predictor"]) == (run, name):
                     axes.plot([100 * x for x in row["recall_by_layer"]], color=colour, label=name)
-        axes.set_title(f"{rows[0]['text']}, budget {budget:,}: {title}")
+        axes.set_title(f"{rows[0]['text']}, budget {budget:,}: {LOOKAHEAD_RUNS[run]}")
         axes.set_xlabel("layer")
-        axes.set_ylabel("wanted blocks resident in time (%)")
-        axes.grid(color="0.9")
     _one_legend(figure)
     return figure
 
@@ -219,12 +214,9 @@ def lookahead_layers(results: dict[str, Any]) -> Figure:
 def lookahead_head_room(results: dict[str, Any]) -> Figure:
     """Recall over slots, at the default cap: a line per predictor, a panel per generation."""
     rows = [row for row in _default_index(results) if row["on_miss"] == "fetch"]
-    runs = [run for run in LOOKAHEAD_RUNS if any(row["run"] == run for row in rows)]
     text, budgets = rows[0]["text"], sorted({row["budget"] for row in rows})
-    figure, panels = plt.subplots(
-        1, len(runs), figsize=(4.4 * len(runs), 3.6), layout="constrained", squeeze=False
-    )
-    for axes, run in zip(panels[0], runs, strict=True):
+    figure, panels = _panels(rows)
+    for run, axes in panels:
         for colour, name in zip(cycle(COLOURS), LOOKAHEAD_SHOWN, strict=False):
             for budget, style in zip(budgets, cycle(STYLES), strict=False):
                 points = sorted(
@@ -240,10 +232,20 @@ def lookahead_head_room(results: dict[str, Any]) -> Figure:
                     )
         axes.set_title(f"{text}: {LOOKAHEAD_RUNS[run]}")
         axes.set_xlabel("resident slots per block of budget")
-        axes.set_ylabel("wanted blocks resident in time (%)")
-        axes.grid(color="0.9")
     _one_legend(figure)
     return figure
+
+
+def _panels(rows: Rows) -> tuple[Figure, list[tuple[str, Axes]]]:
+    """A panel of recall for each kind of generation that the rows have."""
+    runs = [run for run in LOOKAHEAD_RUNS if any(row["run"] == run for row in rows)]
+    figure, panels = plt.subplots(
+        1, len(runs), figsize=(4.4 * len(runs), 3.6), layout="constrained", squeeze=False
+    )
+    for axes in panels[0]:
+        axes.set_ylabel("wanted blocks resident in time (%)")
+        axes.grid(color="0.9")
+    return figure, list(zip(runs, panels[0], strict=True))
 
 
 def _default_index(results: dict[str, Any]) -> Rows:

@@ -15,6 +15,8 @@ from typing import Any
 import typer
 from summary import wilson
 
+from oasis_eval.summary import OVERALL
+
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 LABELS = {
@@ -257,8 +259,8 @@ def mass(results: dict[str, Any]) -> str:
 def accuracy(results: dict[str, Any]) -> str:
     """Scores over all tasks and paired differences to dense attention, by arm and budget."""
     about, cells = results["about"], results["scores"]
-    cells = [cell for cell in cells if cell["task"] == "all tasks"]
-    tasks = list(dict.fromkeys(c["task"] for c in results["scores"] if c["task"] != "all tasks"))
+    cells = [cell for cell in cells if cell["task"] == OVERALL]
+    tasks = list(dict.fromkeys(c["task"] for c in results["scores"] if c["task"] != OVERALL))
     dense = next(cell for cell in cells if cell["arm"] == "dense")
     found: dict[tuple[str, str], dict[int, str]] = {}
     for cell in cells:

@@ -199,6 +199,7 @@ def test_report_takes_answers_and_says_what_is_wrong(
     for words, message in (
         (["--peers", str(tmp_path)], "holds no answers.jsonl; expected a folder that eval/peers"),
         ([str(folder), "--peers", str(tmp_path)], "second: got"),
+        (["--peers", str(tmp_path), "--prompts", str(tmp_path / "x")], "peers: got"),
     ):
         done = runner.invoke(app, ["report", str(folder), *words])
         assert done.exit_code == 1 and message in done.output

@@ -329,13 +329,17 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if not columns or not self.is_initialized:
             return
         self.columns -= columns
+        self._shorten(columns, tokens)
+        self.fresh = max(0, self.fresh - columns)
+
+    def _shorten(self, columns: int, tokens: "int | Tensor") -> None:
+        """Take the newest tokens back, out of the store where they may have left the tail."""
         self.lengths -= tokens
         self.unsettle()
         if columns > self.fresh:
             self.reopen()
         elif self.in_turn:
             self.take_back()
-        self.fresh = max(0, self.fresh - columns)
 
     def commit(self, rows: int, tokens: Tensor, columns: int) -> None:
         """Take back tokens of the newest columns, and hold `columns` columns from then on.
@@ -348,12 +352,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.columns = columns
-        self.lengths -= tokens
-        self.unsettle()
-        if rows > self.fresh:
-            self.reopen()
-        elif self.in_turn:
-            self.take_back()
+        self._shorten(rows, tokens)
         self.fresh = 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -142,9 +142,13 @@ class LayerStorage:
         k = torch.empty(*shape, g.k_dim, dtype=self.dtype, device=self.device)
         return k, torch.empty(*shape, g.v_dim, dtype=self.dtype, device=self.device)
 
+    def _stored(self, row: int, length: int) -> int:
+        """Of the first tokens of a sequence, those in the store; the tail has the rest."""
+        return min(self.settled()[1][row], length)
+
     def stored_blocks(self, row: int, length: int) -> int:
-        """Blocks of the store that hold the first tokens of a sequence; the tail has the rest."""
-        return ceil_div(min(self.settled()[1][row], length), self.geometry.block)
+        """Blocks of the store that hold them."""
+        return ceil_div(self._stored(row, length), self.geometry.block)
 
     def recall(
         self, row: int, length: int, k: Tensor, v: Tensor, packed: Tensor | None = None
@@ -161,7 +165,7 @@ class LayerStorage:
         if packed is None:
             packed = self.store.buffer(blocks)
             self.store.read_into(row, packed)
-        stored = min(self.settled()[1][row], length)
+        stored = self._stored(row, length)
         place = torch.arange(stored, length, device=self.device) % self.tail.places
         parts = zip((k, v), self.store.unpack(packed), (self.tail.k, self.tail.v), strict=True)
         for target, part, ring in parts:

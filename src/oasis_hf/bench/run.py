@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import sys
 import time
@@ -39,27 +40,29 @@ WARM_UP = 5
 Report = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
-def _timed(run: Callable[[int], Any], count: int) -> tuple[list[float], list[Any]]:
-    """Milliseconds of `run(0)` to `run(count - 1)`, and what each returned."""
+def _timed(run: Callable[[], int], count: int) -> tuple[list[float], list[int]]:
+    """Milliseconds of each of `count` runs, and what each returned."""
     times, found = [], []
-    for number in range(count):
+    for _ in range(count):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        found.append(run(number))
+        found.append(run())
         end.record()
         times.append((start, end))
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in times], found
 
 
-def _decode(step: Step, case: Case, first: int, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` decode steps from position `first` on."""
+def _decoding(step: Step, case: Case, first: int) -> Callable[[], int]:
+    """Decode steps from position `first` on, one a call; returns the tokens kept."""
+    position = itertools.count(first)
 
-    def one(number: int) -> None:
+    def one() -> int:
         ids = torch.randint(1, 500, (case.batch, 1), device="cuda")
-        step(ids, torch.full_like(ids, first + number))
+        step(ids, torch.full_like(ids, next(position)))
+        return case.batch
 
-    return _timed(one, steps)[0]
+    return one
 
 
 def _percentile(values: Iterable[float], share: float) -> float:
@@ -91,18 +94,13 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     warm_up = 1 if case.arm == "offloaded" else WARM_UP
     started = time.perf_counter()
     if case.drafts:
-        rounds = DraftRounds(model, case, cache)
-        _timed(lambda _: rounds.run(), warm_up)
+        one = DraftRounds(model, case, cache).run
     else:
-        step = step_of(model, case, cache)
-        _decode(step, case, case.tokens, warm_up)
+        one = _decoding(step_of(model, case, cache), case, case.tokens)
+    _timed(one, warm_up)
     row["warm_up_seconds"] = time.perf_counter() - started
-    if case.drafts:
-        times, kept = _timed(lambda _: rounds.run(), case.steps)
-        row["tokens_per_round"] = sum(kept) / len(kept) / case.batch
-    else:
-        times = _decode(step, case, case.tokens + warm_up, case.steps)
-        row["tokens_per_round"] = 1.0
+    times, kept = _timed(one, case.steps)
+    row["tokens_per_round"] = sum(kept) / len(kept) / case.batch
     row |= {f"ms_p{int(share * 100)}": _percentile(times, share) for share in (0.2, 0.5, 0.8)}
     row["tokens_per_second"] = case.batch * row["tokens_per_round"] / row["ms_p50"] * 1e3
     row["peak_hbm_bytes"] = torch.cuda.max_memory_allocated()
@@ -145,7 +143,7 @@ def examine(model: LlamaForCausalLM, case: Case, profile: bool) -> dict[str, Any
     if profile:
         step = step_of(model, case, cache)
         first = cache.get_seq_length()
-        _decode(step, case, first, WARM_UP)
+        _timed(_decoding(step, case, first), WARM_UP)
         ids = torch.randint(1, 500, (case.batch, 1), device="cuda")
         positions = torch.full_like(ids, first + WARM_UP)
         found["profile"] = kernel_times(lambda: step(ids, positions))

@@ -113,6 +113,10 @@ def report(
             raise ValueError(
                 f"second: got {second}, expected one run with --prompts or --peers; leave it out"
             )
+        if prompts and peers:
+            raise ValueError(
+                f"peers: got {peers} together with --prompts, which only writes; leave one out"
+            )
         if prompts is not None:
             typer.echo(f"{write_prompts(first, prompts)} prompts written to {prompts}")
             return

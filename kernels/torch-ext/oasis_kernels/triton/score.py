@@ -10,12 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
-def _write_partial(partial, slot, i_q, m_q, logits):
-    """Store the running maximum and sum of exp over the first axis of `[n, QN]` logits."""
+def _write_partial(partial, i_q, m_q, logits):
+    """Store maximum and sum of exp over the first axis of `[n, QN]` logits, a pair per query."""
     b_m = tl.max(logits, 0)
     safe = tl.where(b_m == float("-inf"), 0.0, b_m)
     b_s = tl.sum(tl.exp(logits - safe[None, :]), 0)
-    p = partial + slot + i_q * 2
+    p = partial + i_q * 2
     tl.store(p, b_m, mask=m_q)
     tl.store(p + 1, b_s, mask=m_q)
 
@@ -56,7 +56,8 @@ def bounds_kernel(
     tl.store(logits + (bh * Q + i_q)[None, :] * C + i_n[:, None], b_l,
              mask=m_q[None, :] & (i_n < C)[:, None])  # fmt: skip
     slot = bh * tl.num_programs(1) + tl.program_id(1)
-    _write_partial(partial, slot * Q * 2, i_q, m_q, tl.where(live[:, None], b_l, float("-inf")))
+    b_l = tl.where(live[:, None], b_l, float("-inf"))
+    _write_partial(partial + slot * Q * 2, i_q, m_q, b_l)
 
 
 @triton.jit
@@ -163,6 +164,7 @@ def _times_step(
 
 @triton.jit
 def _log(x, ASM: tl.constexpr):
+    """Natural logarithm of float32; with ASM the device's own, in one instruction."""
     if ASM:
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             asm="lg2.approx.f32 $0, $1;", constraints="=r,r", args=[x],
@@ -235,7 +237,7 @@ def _groups_partial(
     tl.store(logits + (bh * Q + i_q)[None, None, :] * (M * PER) + i_b[:, :, None], b_b,
              mask=m_q[None, None, :] & (i_m < M)[:, None, None])  # fmt: skip
     b_b = tl.reshape(tl.where(live[:, None, None], b_b, float("-inf")), (GROUPS * PER, QN))
-    _write_partial(partial, slot * Q * 2, i_q, m_q, b_b)
+    _write_partial(partial + slot * Q * 2, i_q, m_q, b_b)
 
 
 @triton.jit
