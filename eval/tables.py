@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from summary import wilson
 
-from oasis_eval.summary import OVERALL
+from oasis_eval.summary import OVERALL, reads_tf32
 
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
@@ -281,11 +281,12 @@ def accuracy(results: dict[str, Any]) -> str:
         f"**{dense['context']:,} tokens**: percent right over {names}; dense attention "
         f"{100 * dense['mean']:.1f} ({100 * dense['low']:.0f} to {100 * dense['high']:.0f})."
     )
+    tf32 = " (prompts read in TF32)" if reads_tf32(about) else ""
     note = (
         f"In brackets: the difference to dense attention on the same samples, with its 95 % "
         f"bootstrap interval. {about['config']['samples']} samples a task, text "
-        f"'{about['text']}'. {about['model']}, {about['dtype']}, greedy; {about['device']}, torch "
-        f"{about['versions']['torch']}, Transformers {about['versions']['transformers']}, "
+        f"'{about['text']}'. {about['model']}, {about['dtype']}{tf32}, greedy; {about['device']}, "
+        f"torch {about['versions']['torch']}, Transformers {about['versions']['transformers']}, "
         f"{about['date']}."
     )
     return "\n\n".join([title, table(header, lines), note])

@@ -9,7 +9,7 @@ from typing import Any
 
 from .arms import is_peer
 from .run import Record, read_records
-from .summary import OVERALL, SELECTION, Cells, grouped, summarise
+from .summary import OVERALL, SELECTION, Cells, grouped, reads_tf32, summarise
 
 PEERS, PEERS_ABOUT = "peers.jsonl", "peers.json"
 """What another library answered to the same prompts, and what it ran with (see `peers`)."""
@@ -83,13 +83,12 @@ def note(about: dict[str, Any], records: list[Record]) -> str:
         found[0]["reading"] for found in grouped(records, "task", "context", "number").values()
     )
     together = max(record.get("rows", 1) for record in records)
-    tf32 = about["device"] != "cpu" and about["dtype"] == "float32"
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return (
         f"{config['samples']} samples of each task and context, seed {config['seed']}, "
         f"text '{about['text']}'. Prompts are "
-        f"read densely and once{', in TF32' if tf32 else ''}; from their last token on every arm "
-        f"continues them for itself, up to {together} samples at once. "
+        f"read densely and once{', in TF32' if reads_tf32(about) else ''}; from their last "
+        f"token on every arm continues them for itself, up to {together} samples at once. "
         "Scores are percent with 95 % bootstrap intervals over samples; an interval of no width "
         "says that all samples scored the same, not that others would. INDEX/MISS/BUDGET names an "
         f"arm, budgets in tokens per KV head. {about['dtype']}, {machine}, {about['threads']} "

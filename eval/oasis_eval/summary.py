@@ -106,6 +106,11 @@ def _scores(records: list[Record]) -> list[float]:
     return [record["score"] for record in records]
 
 
+def reads_tf32(about: dict[str, Any]) -> bool:
+    """Whether a run's prompts were read in TF32; its answers never are."""
+    return bool(about["device"] != "cpu" and about["dtype"] == "float32")
+
+
 def place(record: Record) -> tuple[str, int, int]:
     """What arms share: the sample."""
     return record["task"], record["context"], record["number"]
