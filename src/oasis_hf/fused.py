@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import NAME, oasis_attention
+from .merged import merge
 
 
 class FusedLayers:
@@ -19,12 +20,15 @@ class FusedLayers:
 
     Norms, rotary embedding, gates and residuals become a few kernels a layer. The store and the
     attention stay opaque: compiled code stops before them and goes on behind them, which costs
-    nothing in a step that is replayed as one CUDA graph.
+    nothing in a step that is replayed as one CUDA graph. Products of one input are one product.
 
     Args:
-        model: the model.
+        model: the model. The weights that are multiplied together are laid side by side.
         cache: the cache whose `update` its layers call.
         backend: of `torch.compile`.
+
+    Attributes:
+        moved: whether weights were moved: graphs captured before are stale.
     """
 
     def __init__(self, model: torch.nn.Module, cache: Any, backend: str = "inductor") -> None:
@@ -32,6 +36,8 @@ class FusedLayers:
         layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
         # A forward of its own belongs to someone else: a hook that moves weights, for example.
         self._layers = [layer for layer in layers if "forward" not in vars(layer)]
+        self._merged = [merged for layer in self._layers for merged in merge(layer)]
+        self.moved = any(merged.moved for merged in self._merged)
         self._compiled = [
             torch.compile(layer.forward, backend=backend, dynamic=False) for layer in self._layers
         ]
@@ -44,16 +50,16 @@ class FusedLayers:
         """Within this block the layers run compiled."""
         # The number of a layer is a constant of its code: one variant for each of them.
         limit = 8 + 4 * len(self)
-        try:
+        with ExitStack() as stack:
             for layer, compiled in zip(self._layers, self._compiled, strict=True):
+                stack.callback(vars(layer).pop, "forward", None)
                 layer.forward = compiled
+            for merged in self._merged:
+                stack.enter_context(merged)
             with torch._dynamo.config.patch(
                 recompile_limit=limit, accumulated_recompile_limit=8 * limit
             ):
                 yield
-        finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
 
 
 @functools.cache

@@ -66,10 +66,15 @@ class Dispatcher:
         if dispatcher is None:
             dispatcher = cls(model)
             dispatcher.forward._oasis = dispatcher  # type: ignore[attr-defined]
-        graphs = StepGraphs(cache, model)
+        graphs = StepGraphs(cache, model, dispatcher)
         dispatcher._graphs[cache] = graphs
         weakref.finalize(cache, dispatcher.drop_if_idle)
         return graphs
+
+    def forget(self) -> None:
+        """Have all caches capture anew: the model's weights are at other addresses."""
+        for graphs in self._graphs.values():
+            graphs.forget()
 
     def drop_if_idle(self) -> None:
         """Put the model's own forward back once no cache is left."""
@@ -102,8 +107,9 @@ class StepGraphs:
         fused: decoder layers compiled into the graphs.
     """
 
-    def __init__(self, cache: OasisCache, model: torch.nn.Module) -> None:
+    def __init__(self, cache: OasisCache, model: torch.nn.Module, dispatcher: Dispatcher) -> None:
         self._cache, self._model = weakref.ref(cache), weakref.ref(model)
+        self._dispatcher = dispatcher
         self._fused: FusedLayers | None = None
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._warm: set[tuple[Any, ...]] = set()
@@ -119,6 +125,10 @@ class StepGraphs:
             "eager": dict(self.eager),
             "fused": 0 if self._fused is None else len(self._fused),
         }
+
+    def forget(self) -> None:
+        """Drop what was captured."""
+        self._entries.clear()
 
     def __call__(self, forward: Any, kwargs: dict[str, Any]) -> Any:
         """Run one forward of the model, by a graph where possible."""
@@ -199,6 +209,8 @@ class StepGraphs:
             return nullcontext()
         if self._fused is None:
             self._fused = FusedLayers(model, cache)
+            if self._fused.moved:
+                self._dispatcher.forget()
         return self._fused.active()
 
     def _positions(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
