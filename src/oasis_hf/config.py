@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-INDEX_NAMES = ("keys2bit", "minmax", "mean", "streaming", "oracle")
+INDEX_NAMES = ("keys2bit", "keys2bit8", "minmax", "minmax8", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
 REDUCTIONS = ("mean", "max")
 VERIFICATIONS = ("shared", "exact")

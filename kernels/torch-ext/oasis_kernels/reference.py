@@ -68,7 +68,28 @@ def scatter_blocks(table: Tensor, blocks: Tensor, rows: Tensor) -> None:
     table.scatter_(2, blocks[..., None].expand(-1, -1, -1, table.shape[3]), rows)
 
 
-def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_float8(x: Tensor, up: bool) -> Tensor:
+    """Bytes of 8-bit floats (e4m3, without subnormals) that bound `x` from above, or from below.
+
+    Every number has an exponent of its own, so none is coarse because another is large. Beyond
+    +-448, bounds are +-448.
+    """
+    bits = x.float().view(torch.int32)
+    negative, size = bits < 0, bits & 0x7FFFFFFF
+    away = negative != up
+    # Three bits of mantissa; the exponent is counted from 2**-7.
+    short = (torch.where(away, size + 0xFFFFF, size) >> 20) - (120 << 3)
+    least = torch.where(away & (size > 0), 8, 0)
+    short = torch.where(short < 8, least, short.clamp(max=126))
+    return (short | torch.where(negative, 128, 0)).to(torch.uint8)
+
+
+def floats(x: Tensor) -> Tensor:
+    """float32 of what an index stores: of bytes the 8-bit floats that they are."""
+    return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float()
+
+
+def quantize_keys_2bit(keys: Tensor, float8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Two bits per key element, asymmetric, per channel over one group of tokens.
 
     The range is stored as (lowest, step), so that lowest and lowest + 3 * step bound the group: the
@@ -76,15 +97,17 @@ def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         keys: `[..., g, D]`, D a multiple of 4.
+        float8: round lowest down and step up to 8-bit floats, see `to_float8`.
 
     Returns:
         codes `[..., g, D / 4]` uint8 (byte j holds channels j, j + D/4, j + D/2, j + 3D/4, lowest
-        bits first), lowest `[..., D]` and step `[..., D]` in the dtype of `keys`.
+        bits first), lowest `[..., D]` and step `[..., D]` in the dtype of `keys`, or as bytes.
     """
-    lowest = keys.amin(-2)
-    step = ((keys.amax(-2).float() - lowest.float()) * (1 / 3)).to(keys.dtype)
-    scale = torch.where(step > 0, step, torch.ones_like(step)).float()
-    offset = keys.float() - lowest.float().unsqueeze(-2)
+    lowest = to_float8(keys.amin(-2), up=False) if float8 else keys.amin(-2)
+    step = (keys.amax(-2).float() - floats(lowest)) * (1 / 3)
+    step = to_float8(step.clamp(min=0), up=True) if float8 else step.to(keys.dtype)
+    scale = torch.where(floats(step) > 0, floats(step), 1.0)
+    offset = keys.float() - floats(lowest).unsqueeze(-2)
     code = (offset / scale.unsqueeze(-2) + 0.5).floor().clamp(0, 3).to(torch.uint8)
     c0, c1, c2, c3 = code.chunk(4, -1)
     return c0 | (c1 << 2) | (c2 << 4) | (c3 << 6), lowest, step
@@ -93,7 +116,7 @@ def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dequantize_keys_2bit(codes: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
     """Inverse of `quantize_keys_2bit`, in float32: `[..., g, D]`."""
     code = torch.cat([(codes >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
-    return code.float() * step.float().unsqueeze(-2) + lowest.float().unsqueeze(-2)
+    return code.float() * floats(step).unsqueeze(-2) + floats(lowest).unsqueeze(-2)
 
 
 def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -101,14 +124,14 @@ def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
     Args:
         query: `[B, H, Q, D]` float32, already scaled.
-        low: `[B, H, N, D]` channel-wise minimum.
+        low: `[B, H, N, D]` channel-wise minimum; bytes are 8-bit floats.
         high: `[B, H, N, D]` channel-wise maximum.
 
     Returns:
         `[B, H, Q, N]` float32.
     """
-    up = query.clamp(min=0) @ high.float().transpose(-1, -2)
-    return up + query.clamp(max=0) @ low.float().transpose(-1, -2)
+    up = query.clamp(min=0) @ floats(high).transpose(-1, -2)
+    return up + query.clamp(max=0) @ floats(low).transpose(-1, -2)
 
 
 def truncate_share(share: Tensor) -> Tensor:

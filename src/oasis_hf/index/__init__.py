@@ -3,12 +3,21 @@
 from typing import Any
 
 from .base import Index
-from .keys2bit import Keys2BitIndex
-from .minmax import MinMaxIndex
+from .keys2bit import Keys2Bit8Index, Keys2BitIndex
+from .minmax import MinMax8Index, MinMaxIndex
 from .simple import MeanKeyIndex, OracleIndex, StreamingIndex
 
 INDEXES: dict[str, type[Index]] = {
-    cls.name: cls for cls in (Keys2BitIndex, MinMaxIndex, MeanKeyIndex, StreamingIndex, OracleIndex)
+    cls.name: cls
+    for cls in (
+        Keys2BitIndex,
+        Keys2Bit8Index,
+        MinMaxIndex,
+        MinMax8Index,
+        MeanKeyIndex,
+        StreamingIndex,
+        OracleIndex,
+    )
 }
 
 
@@ -30,8 +39,10 @@ def index_class(index: Any) -> type[Index]:
 __all__ = [
     "INDEXES",
     "Index",
+    "Keys2Bit8Index",
     "Keys2BitIndex",
     "MeanKeyIndex",
+    "MinMax8Index",
     "MinMaxIndex",
     "OracleIndex",
     "StreamingIndex",

@@ -15,6 +15,7 @@ from . import attention, move, plan, score
 from .settings import Settings, settings
 
 INT32 = torch.int32
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @lru_cache
@@ -29,6 +30,11 @@ def _pow2(n: int, least: int = 16) -> int:
 def _asm(tensor: Tensor) -> bool:
     """Whether inline assembly can run: on a GPU, not in the interpreter."""
     return tensor.is_cuda
+
+
+def _fast(tensor: Tensor) -> tl.dtype:
+    """What products of unpacked numbers are computed in, beside such queries."""
+    return tl.float32 if tensor.dtype == torch.float32 else tl.float16
 
 
 def _precision(tensor: Tensor) -> str:
@@ -120,15 +126,18 @@ def bounds(
 ) -> Scores:  # fmt: skip
     """Bounds of the first `count` groups: query `[B, H, Q, D]`; low, high `[B, H, N + 1, D]`."""
     batch, heads, rows, dim = query.shape
+    bytes_ = low.dtype == torch.uint8
+    fast = _fast(query) if bytes_ else DTYPES[low.dtype]
     launch = _settings(query.device)
     per_program = min(launch.bounds_groups, _pow2(count))
     programs = triton.cdiv(count, per_program)
     logits = query.new_empty(batch * heads, rows, count, dtype=torch.float32)
     partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
     score.bounds_kernel[(batch * heads, programs)](
-        query, low, high, committed, logits, partial, scaling,
+        query, low, high, committed, logits, partial, scaling * (256 if bytes_ else 1),
         heads, low.shape[2] - 1, count, rows, group_tokens,
         D=dim, DP=_pow2(dim), QN=_pow2(rows, 8), BN=per_program, STEP=step,
+        FAST=fast, ASM=bytes_ and _asm(query) and fast == tl.float16,
         PRECISION=_precision(query), num_warps=launch.bounds_warps,
     )  # fmt: skip
     return Scores(logits, partial, positions)
@@ -176,7 +185,7 @@ def keys2bit(
     programs = triton.cdiv(count, at_once) + 1
     logits = query.new_empty(batch * heads, rows, count * per_group, dtype=torch.float32)
     partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
-    fast = tl.float32 if query.dtype == torch.float32 else tl.float16
+    fast = _fast(query)
     places = ring_k.shape[2] - 1
     score.keys2bit_kernel[(batch * heads, programs)](
         query, codes, lowest, step, chosen, committed, logits, partial, scaling,

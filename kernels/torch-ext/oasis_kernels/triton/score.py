@@ -20,18 +20,52 @@ def _write_partial(partial, i_q, m_q, logits):
     tl.store(p + 1, b_s, mask=m_q)
 
 
+ASM_FLOAT8 = tl.constexpr("""{
+    .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 $0, a, 0x7fff7fff;
+    and.b32 $1, b, 0x7fff7fff;
+    shr.u32 $0, $0, 1;
+    shr.u32 $1, $1, 1;
+    lop3.b32 $0, a, 0x80008000, $0, 0xea;
+    lop3.b32 $1, b, 0x80008000, $1, 0xea;
+}""")
+
+
+@triton.jit
+def _open(x, FAST: tl.constexpr, ASM: tl.constexpr):
+    """What an index stores as FAST; bytes are 8-bit floats, and become 2**-8 of their value.
+
+    Exponents of float16 begin 8 earlier: moving the bits to their places does it.
+    """
+    if x.dtype == tl.uint8:
+        if ASM:
+            half = tl.inline_asm_elementwise(
+                asm=ASM_FLOAT8, constraints="=r,=r,r", args=[x], dtype=tl.float16, is_pure=True,
+                pack=4,
+            )  # fmt: skip
+        else:
+            bits = x.to(tl.int16)
+            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return half.to(FAST)
+    else:
+        return x.to(FAST)
+
+
 @triton.jit
 def bounds_kernel(
     query, low, high, committed, logits, partial, scaling,
     H, N, C, Q, group_tokens,
     D: tl.constexpr, DP: tl.constexpr, QN: tl.constexpr, BN: tl.constexpr,
-    STEP: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, FAST: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Largest logit between channel bounds, for the first C groups of keys.
 
     `high` is the maximum, or with STEP the quantisation step: maximum = low + 3 * step.
     Arrays: query `[BH, Q, D]`, low and high `[BH, N + 1, D]`, logits `[BH, Q, C]`, partial
-    `[BH, programs, Q, 2]`.
+    `[BH, programs, Q, 2]`. FAST is the type of the products. `scaling` makes up for what `_open`
+    takes from bytes.
     """
     bh = tl.program_id(0).to(tl.int64)
     i_n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -45,12 +79,16 @@ def bounds_kernel(
     )  # fmt: skip
     offset = (bh * (N + 1) + i_n)[:, None] * D + i_d[None, :]
     mask = live[:, None] & m_d[None, :]
-    b_low = tl.load(low + offset, mask=mask, other=0.0)
-    b_high = tl.load(high + offset, mask=mask, other=0.0)
+    b_low = _open(tl.load(low + offset, mask=mask, other=0), FAST, ASM)
+    b_high = _open(tl.load(high + offset, mask=mask, other=0), FAST, ASM)
     if STEP:
-        b_high = (b_low.to(tl.float32) + 3.0 * b_high.to(tl.float32)).to(b_low.dtype)
-    b_up = tl.maximum(b_q, 0.0).to(b_low.dtype)
-    b_down = tl.minimum(b_q, 0.0).to(b_low.dtype)
+        if ASM:
+            b_high = b_low + 3.0 * b_high
+        else:
+            b_high = (b_low.to(tl.float32) + 3.0 * b_high.to(tl.float32)).to(FAST)
+    b_q = b_q.to(tl.float32)
+    b_up = _half(tl.maximum(b_q, 0.0), FAST, ASM)
+    b_down = _half(tl.minimum(b_q, 0.0), FAST, ASM)
     b_l = tl.dot(b_high, b_up, input_precision=PRECISION)
     b_l = tl.dot(b_low, b_down, b_l, input_precision=PRECISION) * scaling
     tl.store(logits + (bh * Q + i_q)[None, :] * C + i_n[:, None], b_l,
@@ -152,7 +190,7 @@ def _times_step(
 
     SPREAD puts a column of zeros behind each query's.
     """
-    b_s = tl.load(step + place, mask=mask, other=0.0).to(tl.float32)
+    b_s = _open(tl.load(step + place, mask=mask, other=0), tl.float32, False)
     b_s = _half(b_q[None] * b_s[:, None, :], FAST, ASM)
     if SPREAD:
         b_s = tl.permute(tl.join(b_s, tl.zeros_like(b_s)), (0, 2, 1, 3))
@@ -200,12 +238,15 @@ def _groups_partial(
         codes + (row[:, None, None] * G_TOKENS + i_t[None, :, None]) * PART + i_c[None, None, :],
         mask=m_c[None, None, :] & live[:, None, None], other=0,
     )  # fmt: skip
+    wide = scaling
+    if lowest.dtype.element_ty == tl.uint8:
+        wide *= 256.0
     base = query + (bh * Q + i_q)[:, None] * D + i_c[None, :]
     m_qc = m_q[:, None] & m_c[None, :]
-    b_q0 = _query_part(base, m_qc, scaling, 0, ASM)
-    b_q1 = _query_part(base + PART, m_qc, scaling, 1, ASM)
-    b_q2 = _query_part(base + 2 * PART, m_qc, scaling, 2, ASM)
-    b_q3 = _query_part(base + 3 * PART, m_qc, scaling, 3, ASM)
+    b_q0 = _query_part(base, m_qc, wide, 0, ASM)
+    b_q1 = _query_part(base + PART, m_qc, wide, 1, ASM)
+    b_q2 = _query_part(base + 2 * PART, m_qc, wide, 2, ASM)
+    b_q3 = _query_part(base + 3 * PART, m_qc, wide, 3, ASM)
     place, m_l = row[:, None] * D + i_c[None, :], m_c[None, :] & live[:, None]
     s0 = _times_step(b_q0, step, place, m_l, SPREAD, FAST, ASM)
     s1 = _times_step(b_q1, step, place + PART, m_l, SPREAD, FAST, ASM)
@@ -221,13 +262,15 @@ def _groups_partial(
         b_l *= 65536.0
     i_d = tl.arange(0, DP)
     b_low = tl.load(lowest + row[:, None] * D + i_d[None, :],
-                    mask=live[:, None] & (i_d < D)[None, :], other=0.0)  # fmt: skip
+                    mask=live[:, None] & (i_d < D)[None, :], other=0)  # fmt: skip
     # The same columns as above.
     ONCE: tl.constexpr = 2 if SPREAD else 1
     i_z = tl.arange(0, QN * ONCE)
     b_q = tl.load(query + (bh * Q + i_z // ONCE)[None, :] * D + i_d[:, None],
                   mask=(i_z // ONCE < Q)[None, :] & (i_d < D)[:, None], other=0.0)  # fmt: skip
-    b_z = tl.dot(b_low, b_q.to(b_low.dtype), input_precision=PRECISION) * scaling
+    if b_low.dtype == tl.uint8:
+        b_low, b_q = _open(b_low, FAST, False), _half(b_q.to(tl.float32), FAST, ASM)
+    b_z = tl.dot(b_low, b_q.to(b_low.dtype), input_precision=PRECISION) * wide
     if SPREAD:
         b_z, _ = tl.split(tl.reshape(b_z, (GROUPS, QN, 2)))
     b_b = tl.reshape(b_l + b_z[:, None, :], (GROUPS, PER, BLOCK, QN))
@@ -253,7 +296,8 @@ def keys2bit_kernel(
     """Log-sum-exp of two-bit logits over each block of the chosen groups, and of the tail.
 
     Programs 0 .. ceil(M / GROUPS) - 1 of axis 1 serve chosen groups; the last one serves the tail.
-    Arrays: codes `[BH, N + 1, G, D / 4]` uint8, lowest and step `[BH, N + 1, D]`, chosen `[BH, M]`
+    Arrays: codes `[BH, N + 1, G, D / 4]` uint8, lowest and step `[BH, N + 1, D]`, of bytes if they
+    are 8-bit floats, chosen `[BH, M]`
     int32, logits `[BH, Q, M * G / BLOCK]`, ring_k `[BH, R + 1, D]`.
     """
     bh = tl.program_id(0).to(tl.int64)
