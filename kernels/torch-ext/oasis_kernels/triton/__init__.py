@@ -129,7 +129,8 @@ def bounds(
     bytes_ = low.dtype == torch.uint8
     fast = _fast(query) if bytes_ else DTYPES[low.dtype]
     launch = _settings(query.device)
-    per_program = min(launch.bounds_groups, _pow2(count))
+    # Bytes: as much traffic in one program.
+    per_program = min(launch.bounds_groups * (2 if bytes_ else 1), _pow2(count))
     programs = triton.cdiv(count, per_program)
     logits = query.new_empty(batch * heads, rows, count, dtype=torch.float32)
     partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
