@@ -27,7 +27,7 @@ import tables  # noqa: E402
 runner = importlib.import_module("oasis_hf.bench.run")
 
 DEFAULT = plan(SIZES, ARMS, Choices(), 40)
-BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip"}
+BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip", "fetch_cap": 0.05}
 
 
 def size_of(case: Case) -> tuple[int, int]:
@@ -64,7 +64,8 @@ def test_compiled_cases_are_the_last_of_their_batch_size() -> None:
 def test_single_values_plan_a_single_case() -> None:
     choices = Choices((512,), ("minmax",), (0.01,), (True,))
     (case,) = plan([(2, 4096)], ["oasis"], choices, 3)
-    options = {"budget": 512, "index": "minmax", "on_miss": 0.01, "compile": True}
+    options = {"budget": 512, "index": "minmax", "on_miss": 0.01, "fetch_cap": 0.05}
+    options["compile"] = True
     assert case == Case(2, 4096 - ROOM, "oasis", options, 3, base=True)
 
 

@@ -9,10 +9,12 @@ from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
 from ..compat import cache_kwarg
+from ..config import DEFAULT_CAP
 
 CHECKS: dict[str, dict[str, Any]] = {
     "keys2bit": {"on_miss": "fetch"},
-    "keys2bit-skip": {"on_miss": "skip"},
+    # Engines agree on what they fetch only under the same cap.
+    "keys2bit-skip": {"on_miss": "skip", "fetch_cap": DEFAULT_CAP},
     "minmax": {"index": "minmax", "on_miss": "fetch"},
 }
 """Options of the `OasisCache` under which eager and graph steps are compared with torch's."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import OasisConfig
+from ..config import DEFAULT_CAP, OasisConfig
 
 SIZES = ((1, 131072), (8, 32768), (8, 131072), (32, 32768))
 """Sequences, and tokens of context of each."""
@@ -85,6 +85,7 @@ class Choices:
             "budget": self.budgets[0],
             "index": self.indexes[0],
             "on_miss": self.policies[0],
+            "fetch_cap": DEFAULT_CAP,
             "compile": self.compile[0],
         }
         others: dict[str, tuple[Any, ...]] = {

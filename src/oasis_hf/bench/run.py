@@ -18,6 +18,7 @@ import transformers
 from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
+from ..compat import weight_bytes
 from .arms import Step, fill, step_of
 from .ceilings import measure
 from .drafts import DraftRounds
@@ -70,21 +71,6 @@ def _percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _bytes_per_step(cache: OasisCache, case: Case) -> float:
-    """Bytes of working set that a step must read from HBM, weights aside."""
-    layers = cache.offloaded
-    g = layers[0].geometry
-    attended = g.budget_blocks * g.block + g.ring
-    per_layer = case.batch * attended * g.token_bytes
-    index = layers[0].index
-    scanned = sum(
-        array.nbytes
-        for name, array in index.arrays.items()
-        if name in ("low", "high", "lowest", "step")
-    )
-    return len(layers) * (per_layer + scanned)
-
-
 @torch.no_grad()
 def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Time one case."""
@@ -104,7 +90,7 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     row |= {f"ms_p{int(share * 100)}": _percentile(times, share) for share in (0.2, 0.5, 0.8)}
     row["tokens_per_second"] = case.batch * row["tokens_per_round"] / row["ms_p50"] * 1e3
     row["peak_hbm_bytes"] = torch.cuda.max_memory_allocated()
-    weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    weights = weight_bytes(model)[model.device]
     moved = 0.0
     if isinstance(cache, OasisCache):
         stats = cache.stats()
@@ -113,7 +99,7 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
         row["graphs"] = None if cache.graphs is None else cache.graphs.summary()
         row["predicted_hbm_bytes"] = predicted_bytes(cache, model)
         row["peak_ratio"] = row["peak_hbm_bytes"] / row["predicted_hbm_bytes"]
-        held = _bytes_per_step(cache, case)
+        held = sum(layer.step_bytes(layer.columns) for layer in cache.offloaded)
     else:
         held = sum(2 * layer.keys.nbytes for layer in cache.layers if layer.keys is not None)
         moved = held if case.arm == "offloaded" else 0.0

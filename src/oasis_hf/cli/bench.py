@@ -97,7 +97,7 @@ def line(row: dict[str, Any]) -> str:
     if "arm" not in row:
         return _examined(row)
     options = row["options"]
-    words = [str(value) for name, value in options.items() if name != "compile"]
+    words = [str(v) for name, v in options.items() if name not in ("compile", "fetch_cap")]
     if options.get("compile"):
         words.append("compiled")
     if row.get("drafts"):
