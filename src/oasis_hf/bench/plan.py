@@ -63,21 +63,35 @@ class Choices:
         budgets: tokens attended to per KV head; those after the first at the first size only.
         indexes: names of indexes.
         policies: "skip", "fetch" or a share of the attention.
+        caps: values of `fetch_cap`; the base case's is 0.05 where that is among them.
         compile: whether to compile the model's own work.
 
     Raises:
-        ValueError: an option has no value.
+        ValueError: an option has no value, or a cap is none or would change nothing.
     """
 
     budgets: tuple[int, ...] = (2048, 512)
     indexes: tuple[str, ...] = ("keys2bit", "minmax")
     policies: tuple[str | float, ...] = ("skip", "fetch")
+    caps: tuple[str | float | None, ...] = (DEFAULT_CAP,)
     compile: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
             if not values:
                 raise ValueError(f"{name}: got no value, expected at least one")
+        for cap in self.caps:
+            OasisConfig(fetch_cap=cap)
+        if len(self.caps) > 1 and self.policies[0] == "fetch":
+            raise ValueError(
+                f"caps: got {len(self.caps)} of them beside the policy 'fetch', which fetches "
+                "nothing in the background; expected another policy first, such as skip,fetch"
+            )
+
+    @property
+    def base_cap(self) -> str | float | None:
+        """The cap of the base case."""
+        return DEFAULT_CAP if DEFAULT_CAP in self.caps else self.caps[0]
 
     def options(self, all_budgets: bool) -> list[dict[str, Any]]:
         """The base, then all that differ from it by one choice."""
@@ -85,17 +99,26 @@ class Choices:
             "budget": self.budgets[0],
             "index": self.indexes[0],
             "on_miss": self.policies[0],
-            "fetch_cap": DEFAULT_CAP,
+            "fetch_cap": self.base_cap,
             "compile": self.compile[0],
         }
         others: dict[str, tuple[Any, ...]] = {
             "on_miss": self.policies[1:],
+            "fetch_cap": tuple(cap for cap in self.caps if cap != self.base_cap),
             "index": self.indexes[1:],
             "budget": self.budgets[1:] if all_budgets else (),
             "compile": self.compile[1:],
         }
         changed = [base | {name: value} for name, values in others.items() for value in values]
         return [_without_false(options) for options in (base, *changed)]
+
+
+def _drafts_too(options: dict[str, Any], base: dict[str, Any]) -> bool:
+    """Whether a case is also run with drafts: the base, what is done about misses, compiled."""
+    if options.get("compile") != base.get("compile"):
+        return True
+    policies = options["on_miss"] != base["on_miss"] or options["fetch_cap"] == 0
+    return policies or options == base
 
 
 def _without_false(options: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +142,8 @@ def plan(
         choices: what to try of the `OasisCache`.
         steps: decode steps timed.
         drafts: drafts of a round; 0 for none.
-        acceptances: probabilities that a draft is accepted, each a case beside the base.
+        acceptances: probabilities that a draft is accepted, each a case beside the base, its other
+            policies, the one without lookahead (`fetch_cap` 0) and the compiled one.
 
     Raises:
         ValueError: an unknown arm, drafts that a verification cannot take, or no probability.
@@ -137,9 +161,10 @@ def plan(
     for number, (batch, context) in enumerate(sizes):
         tokens = context - ROOM
         if "oasis" in arms:
-            for place, options in enumerate(choices.options(all_budgets=number == 0)):
+            tried = choices.options(all_budgets=number == 0)
+            for place, options in enumerate(tried):
                 cases.append(Case(batch, tokens, "oasis", options, steps, base=place == 0))
-                if drafts and (place == 0 or options.get("compile")):
+                if drafts and _drafts_too(options, tried[0]):
                     cases += [
                         Case(batch, tokens, "oasis", options, steps, drafts, share)
                         for share in acceptances

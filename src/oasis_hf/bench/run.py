@@ -30,6 +30,7 @@ from .memory import (
     prompt_peak,
     release,
 )
+from .overlap import compare
 from .plan import Case
 from .profiling import kernel_times
 from .prompts import first_tokens
@@ -107,6 +108,8 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     row["hbm_bytes_per_step"], row["link_bytes_per_step"] = weights + held, moved
     row["floor_ms"] = 1e3 * max((weights + held) / copy, moved / link)
     row["ratio_to_floor"] = row["ms_p50"] / row["floor_ms"]
+    if case.arm == "oasis":
+        row["link_ms"] = 1e3 * moved / link
     return row
 
 
@@ -204,6 +207,7 @@ def run(
         except Exception as error:
             row = asdict(case) | {"error": _said(error)}
         record["rows"].append(row)
+        compare(record["rows"])
         report(row, record)
     for case, row in zip(cases, record["rows"], strict=True):
         if not case.base or "error" in row:

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from ..config import DEFAULT_CAP
+
 
 def bench(
     shape: str = typer.Option("llama-3.1-8b", help="A decoder shape; weights are random."),
@@ -20,6 +22,11 @@ def bench(
     budgets: str = typer.Option("2048,512", help="Budgets; the first is that of the base case."),
     indexes: str = typer.Option("keys2bit,minmax", help="Indexes, the base case's first."),
     policies: str = typer.Option("skip,fetch", help="Miss policies, the base case's first."),
+    caps: str = typer.Option(
+        f"{DEFAULT_CAP:g}",
+        help=f"Values of fetch_cap: shares, none, auto, or 0 for no lookahead; the base case has "
+        f"{DEFAULT_CAP:g} if that is one of them.",
+    ),
     compiles: str = typer.Option(
         "off,on", "--compile", help="Compile the model's own work: off, on, or both."
     ),
@@ -30,13 +37,17 @@ def bench(
         "0.6,0.8,0.95", help="Probabilities that a draft is accepted; set, not found."
     ),
     steps: int = typer.Option(40, help="Decode steps timed per case.", min=1),
+    sizes: str = typer.Option(
+        "", help="Sequences x tokens of context of each, such as 1x131072,8x32768; four by default."
+    ),
     quick: bool = typer.Option(False, help="One small size."),
     out: Path | None = typer.Option(None, help="Where the JSON goes."),
 ) -> None:
     """Measure ceilings, then decode steps; no speed is reported unless the engines agree.
 
     The first value of each option makes the base case of a size; every other value is measured as
-    one change to it. Further budgets are measured at the first size only.
+    one change to it. Further budgets are measured at the first size only. With cap 0 among --caps,
+    rows say how much of their background fetches shows in the time of a step.
     """
     import torch
 
@@ -48,10 +59,15 @@ def bench(
             budgets=tuple(int(budget) for budget in _words(budgets)),
             indexes=tuple(_words(indexes)),
             policies=tuple(_policy(policy) for policy in _words(policies)),
+            caps=tuple(_cap(cap) for cap in _words(caps)),
             compile=tuple(_switch(word) for word in _words(compiles)),
         )
         shares = [float(share) for share in _words(acceptance)]
-        cases = plan(QUICK if quick else SIZES, _words(arms), choices, steps, drafts, shares)
+        if quick and sizes:
+            raise ValueError("sizes: got some beside --quick, which is one size; leave one out")
+        usual = QUICK if quick else SIZES
+        chosen = [_batch_and_context(size) for size in _words(sizes)] or usual
+        cases = plan(chosen, _words(arms), choices, steps, drafts, shares)
         lengths = [int(length) for length in _words(prompts)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -82,6 +98,28 @@ def _policy(text: str) -> str | float:
     return text if text in ("skip", "fetch") else float(text)
 
 
+def _cap(text: str) -> str | float | None:
+    if text in ("none", "auto"):
+        return None if text == "none" else text
+    try:
+        return float(text)
+    except ValueError as error:
+        message = f"caps: got {text!r}, expected none, auto or a share such as 0.05"
+        raise ValueError(message) from error
+
+
+def _batch_and_context(text: str) -> tuple[int, int]:
+    from ..bench.plan import ROOM
+
+    batch, _, context = text.partition("x")
+    if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context) > ROOM):
+        raise ValueError(
+            f"sizes: got {text!r}, expected sequences and tokens of context, more than {ROOM}, "
+            "such as 8x131072"
+        )
+    return int(batch), int(context)
+
+
 def _switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise ValueError(f"compile: got {text!r}, expected off, on or off,on")
@@ -98,6 +136,8 @@ def line(row: dict[str, Any]) -> str:
         return _examined(row)
     options = row["options"]
     words = [str(v) for name, v in options.items() if name not in ("compile", "fetch_cap")]
+    if options.get("fetch_cap", DEFAULT_CAP) != DEFAULT_CAP:
+        words.append(f"cap {str(options['fetch_cap']).lower()}")
     if options.get("compile"):
         words.append("compiled")
     if row.get("drafts"):
@@ -116,6 +156,8 @@ def line(row: dict[str, Any]) -> str:
             f", turnover {stats['turnover']:.1%}, hits {stats['hit_rate']:.1%}, "
             f"{row['link_bytes_per_step'] / 1e6:.0f} MB/step over the link"
         )
+    if "overlap" in row:
+        text += f", exposed {row['exposed_ms']:.2f} ms, overlap {row['overlap']:.2f}"
     return f"{text}, warm-up {row['warm_up_seconds']:.1f} s"
 
 
