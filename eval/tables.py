@@ -181,7 +181,7 @@ def cache_name(row: dict[str, Any], budget: int) -> str:
     if options.get("compile"):
         words.append("compiled")
     if row.get("drafts"):
-        words.append(f"{row['drafts']} drafts accepted at {row['acceptance']:g}")
+        words.append(f"{row['drafts']} drafts accepted at {row['acceptance']}")
     return ", ".join(words)
 
 
@@ -240,7 +240,10 @@ def _bench_note(results: dict[str, Any], rows: Cells) -> str:
         "link bytes / link bandwidth)."
     ]
     if any(row.get("drafts") for row in rows):
-        notes.append("With drafts: ms per round; acceptance is set, and drafting takes no time.")
+        notes.append(
+            "With drafts: ms per round; an acceptance that is a number is set, and drafting takes "
+            "no time."
+        )
     read = [row for row in rows if "prompt_peak_ratio" in row]
     if read:
         pieces = " or ".join(f"{size:,}" for size in sorted({row["piece"] for row in read})[::-1])
@@ -310,7 +313,7 @@ def bench_drafts(results: dict[str, Any]) -> str:
                     _policy(row) + (", compiled" if row["options"].get("compile") else ""),
                     f"{row['drafts']} drafts" if row["drafts"] else "plain",
                     _acceptance(row),
-                    f"{row['tokens_per_round']:.2f}",
+                    _tokens_per_round(row),
                     f"{row['ms_p50']:.2f}",
                     f"{row['tokens_per_second']:,.0f}",
                     f"{row['tokens_per_second'] / alone['tokens_per_second']:.2f}" if alone else "",
@@ -318,8 +321,11 @@ def bench_drafts(results: dict[str, Any]) -> str:
             )
     header = ["case", "cap", "decoding", "accepted", "tokens a round", "ms", "tok/s", "x plain"]
     note = (
-        "Accepted: a probability that is set; drafting takes no time. Tokens a round are of one "
-        f"sequence; ms are of a round, or of a step. {_bench_machine(results)}"
+        "Accepted: of the drafts that were verified, those behind a refused one included. Where a "
+        "probability stands before it, each is accepted with that one, and drafting takes no time. "
+        "With lookup, the model is deemed to say a scripted text of records, in which the drafts "
+        "are looked up in every round. Tokens a round are of one sequence (least to most of a "
+        f"batch); ms are of a round, or of a step. {_bench_machine(results)}"
     )
     return "\n\n".join([table(header, lines), note])
 
@@ -361,7 +367,19 @@ def _same(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _acceptance(row: dict[str, Any]) -> str:
-    return f"{row['acceptance']:g}" if row["drafts"] else ""
+    """Which drafts, and what of them was accepted."""
+    if not row["drafts"]:
+        return ""
+    found = f"{row['accepted_share']:.0%}"
+    return (
+        f"lookup: {found}" if row["acceptance"] == "lookup" else f"{row['acceptance']:g}: {found}"
+    )
+
+
+def _tokens_per_round(row: dict[str, Any]) -> str:
+    low, high = row.get("tokens_per_round_range", (0, 0))
+    spread = f" ({low:.1f} to {high:.1f})" if high - low >= 0.05 else ""
+    return f"{row['tokens_per_round']:.2f}{spread}"
 
 
 def _bench_machine(results: dict[str, Any]) -> str:

@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 
 from oasis_hf import OasisCache
 from oasis_hf.bench import Case, Choices, arms, overlap, plan, profiling, prompts, workload
-from oasis_hf.bench.drafts import DraftRounds, kept_tokens
+from oasis_hf.bench.drafts import LookupRounds, SetRounds, draft_rounds, kept_tokens, script
 from oasis_hf.bench.memory import piece, predicted_bytes, predicted_piece_bytes
 from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
 from oasis_hf.cli import app
 from oasis_hf.cli.bench import line
+from oasis_hf.generation.drafting import PromptLookup
+from oasis_hf.generation.text import Text
 
 EVAL = Path(__file__).parent.parent / "eval"
 sys.path.insert(0, str(EVAL))
@@ -82,6 +84,8 @@ def test_a_plan_without_sense_is_explained() -> None:
         plan(SIZES, ["oasis"], Choices(), 1, 32, [0.5])
     with pytest.raises(ValueError, match=r"acceptance: got 1\.5"):
         plan(SIZES, ["oasis"], Choices(), 1, 4, [0.5, 1.5])
+    with pytest.raises(ValueError, match="acceptance: got luck, expected lookup or a probability"):
+        plan(SIZES, ["oasis"], Choices(), 1, 4, ["luck"])
 
 
 def test_drafts_are_planned_beside_the_base_and_its_compiled_case() -> None:
@@ -130,13 +134,77 @@ def test_a_round_keeps_what_was_drawn_of_every_row() -> None:
     cache = OasisCache(model, budget=64)
     model(input_ids=prompt(300, 3), past_key_values=cache)
     case = Case(3, 300, drafts=4, acceptance=0.5)
-    rounds = DraftRounds(model, case, cache)
+    rounds = draft_rounds(model, case, cache)
+    assert isinstance(rounds, SetRounds)
     before, drawn = cache.offloaded[0].lengths.clone(), torch.Generator().manual_seed(0)
     expected = sum(kept_tokens(case, drawn) for _ in range(6))
     assert sum(rounds.run() for _ in range(6)) == int(expected.sum())
     assert [layer.lengths.tolist() for layer in cache.offloaded] == [
         (before + expected).tolist()
     ] * len(cache.offloaded)
+    found = rounds.report()
+    assert found["accepted_share"] == (int(expected.sum()) - 18) / (6 * 3 * 4)
+    assert found["tokens_per_round_range"] == [expected.min() / 6, expected.max() / 6]
+    rounds.start()
+    assert rounds.report()["accepted_share"] == 0
+
+
+def test_scripts_repeat_themselves_less_from_row_to_row() -> None:
+    text = script(4, 3000, 1000)
+    assert text.shape == (4, 3000) and text.min() >= 1 and text.max() < 1000
+    assert torch.equal(text, script(4, 3000, 1000)) and torch.equal(
+        text[:, :99], script(4, 99, 1000)
+    )
+    different = [len({tuple(row[n : n + 3]) for n in range(2997)}) for row in text.tolist()]
+    assert different == sorted(different) and different[0] < 2 * different[-1] / 3
+
+
+@torch.no_grad()
+def test_looked_up_drafts_are_accepted_where_the_script_goes_on_as_they_do() -> None:
+    """Every round is real; rows keep what prompt lookup finds for each of them alone."""
+    model = tiny_model("llama")
+    cache = OasisCache(model, budget=64)
+    model(input_ids=prompt(400, 3), past_key_values=cache)
+    case = Case(3, 400, steps=12, drafts=4, acceptance="lookup")
+    rounds = draft_rounds(model, case, cache)
+    assert isinstance(rounds, LookupRounds)
+    kept = [rounds.run() for _ in range(12)]
+    offered, accepted = 0, []
+    for row in rounds.script:
+        text = Text(row[None, :402], torch.ones(1, 402, dtype=torch.bool), 0)
+        for _ in range(12):
+            drafts = PromptLookup(2).propose(text, 4)
+            count, end = int(drafts.counts), int(text.ends)
+            right = drafts.tokens[0, :count] == row[end : end + count]
+            new = 1 + int(right.long().cumprod(0).sum())
+            offered += count
+            text.append(row[None, end : end + 5], torch.tensor([new]))
+        accepted.append(int(text.ends) - 402 - 12)
+    assert sum(kept) == sum(accepted) + 3 * 12
+    found = rounds.report()
+    assert found["accepted_share"] == pytest.approx(sum(accepted) / offered)
+    low, high = found["tokens_per_round_range"]
+    assert low == pytest.approx(1 + min(accepted) / 12) and high == pytest.approx(
+        1 + max(accepted) / 12
+    )
+    assert 0.1 < found["accepted_share"] < 1 and high > low
+    said = rounds.loop.text.ids
+    for row, end in enumerate(rounds.loop.text.ends.tolist()):
+        assert torch.equal(said[row, :end], rounds.script[row, :end])
+    # All but the newest token have been fed.
+    ends = (rounds.loop.text.ends - 1).tolist()
+    assert [layer.lengths.tolist() for layer in cache.offloaded] == [ends] * len(cache.offloaded)
+    assert cache.stats().accepted == sum(accepted)
+
+
+def test_lookup_is_an_acceptance_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Case]] = []
+    monkeypatch.setattr("oasis_hf.bench.run", lambda shape, cases, *rest: asked.append(cases))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = "bench --quick --arms oasis --drafts 4 --acceptance lookup,0.6"
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 0, result.output
+    assert {case.acceptance for case in asked[0] if case.drafts} == {"lookup", 0.6}
 
 
 # ---- filled caches -----------------------------------------------------------------------------
@@ -502,22 +570,29 @@ def test_the_table_groups_sizes_and_names_what_differs() -> None:
 def lookahead_results() -> dict[str, Any]:
     """A record with caps, drafts and the step that fetches nothing."""
     usual: dict[str, Any] = {"drafts": 0, "acceptance": 0.0, "tokens_per_round": 1.0}
-    usual |= {"link_bytes_per_step": 110e6, "link_ms": 2.0, "stats": {"cap_blocks": 6}}
+    usual |= {"link_bytes_per_step": 110e6, "link_ms": 2.0}
+    usual["stats"] = {"cap_blocks": 6, "turnover": 0.1, "hit_rate": 0.9}
 
     def row(batch: int, speed: float, **changes: Any) -> dict[str, Any]:
         return result_row(batch, 131072, **usual | {"tokens_per_second": speed} | changes)
 
-    none = {"options": {"fetch_cap": 0.0}, "stats": {"cap_blocks": 0}, "ms_p50": 8.0}
+    none = {
+        "options": {"fetch_cap": 0.0},
+        "stats": usual["stats"] | {"cap_blocks": 0},
+        "ms_p50": 8.0,
+    }
     drafts = {"drafts": 4, "acceptance": 0.8, "tokens_per_round": 3.4, "ms_p50": 10.0}
+    drafts |= {"accepted_share": 0.6, "tokens_per_round_range": [3.375, 3.4]}
+    looked_up = drafts | {"acceptance": "lookup", "tokens_per_round_range": [1.5, 4.0]}
     made = results()
     made["rows"] = [
         row(8, 900.0),
         row(8, 2700.0, **drafts),
         row(8, 880.0, options={"on_miss": "fetch"}),
-        row(8, 890.0, options={"fetch_cap": "auto"}, stats={"cap_blocks": 13}),
-        row(8, 910.0, options={"fetch_cap": 0.01}, stats={"cap_blocks": 1}),
+        row(8, 890.0, options={"fetch_cap": "auto"}, stats=usual["stats"] | {"cap_blocks": 13}),
+        row(8, 910.0, options={"fetch_cap": 0.01}, stats=usual["stats"] | {"cap_blocks": 1}),
         row(8, 1000.0, **none | {"link_bytes_per_step": 0.0, "link_ms": 0.0}),
-        row(8, 2500.0, **drafts | {"options": {"fetch_cap": 0.0}}),
+        row(8, 2500.0, **looked_up | {"options": {"fetch_cap": 0.0}}),
         row(1, 100.0),
         result_row(1, 131072, "dense"),
     ]
@@ -544,10 +619,15 @@ def test_the_table_of_drafts_has_plain_decoding_of_the_same_options_above() -> N
     text = tables.bench_drafts(lookahead_results())
     assert cells(text) == [
         ["B8, 128K", "0.05", "plain", "", "1.00", "8.50", "900", "1.00"],
-        ["B8, 128K", "0.05", "4 drafts", "0.8", "3.40", "10.00", "2,700", "3.00"],
+        ["B8, 128K", "0.05", "4 drafts", "0.8: 60%", "3.40", "10.00", "2,700", "3.00"],
         ["B8, 128K", "0, no lookahead", "plain", "", "1.00", "8.00", "1,000", "1.00"],
-        ["B8, 128K", "0, no lookahead", "4 drafts", "0.8", "3.40", "10.00", "2,500", "2.50"],
+        [
+            *("B8, 128K", "0, no lookahead", "4 drafts", "lookup: 60%", "3.40 (1.5 to 4.0)"),
+            *("10.00", "2,500", "2.50"),
+        ],
     ]
+    shown = line(lookahead_results()["rows"][6])
+    assert "4 drafts at lookup" in shown and "60% accepted, 3.40 tokens a round" in shown
 
 
 def test_tables_of_one_file_are_checked_by_their_own_names(

@@ -15,6 +15,12 @@ QUICK = ((1, 8192),)
 ROOM = 512
 """Tokens left free at the end of a context, so that a case never grows its capacity."""
 
+WARM_UP = 5
+"""Steps before the timed ones: the first fill, an eager step, compilation, capture."""
+
+LOOKUP = "lookup"
+"""The acceptance that is found, not set: by prompt lookup in a scripted text."""
+
 ARMS = ("oasis", "dense", "static", "offloaded")
 FITS = 262144
 """Most tokens whose full KV is held on the device beside the weights, 8B shape on one H200."""
@@ -35,7 +41,8 @@ class Case:
         options: choices of the `OasisCache`.
         steps: decode steps timed, or rounds.
         drafts: drafts of each sequence that a round verifies; 0 for plain decoding.
-        acceptance: probability that a draft is accepted.
+        acceptance: probability that a draft is accepted, or "lookup": drafts are looked up, and
+            accepted where they are right.
         base: whether it is the case that the others of its size differ from by one choice; the
             memory of a prompt, and the profile, are taken for these alone.
     """
@@ -46,7 +53,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = 40
     drafts: int = 0
-    acceptance: float = 0.0
+    acceptance: float | str = 0.0
     base: bool = False
 
     @property
@@ -131,7 +138,7 @@ def plan(
     choices: Choices,
     steps: int,
     drafts: int = 0,
-    acceptances: Iterable[float] = (),
+    acceptances: Iterable[float | str] = (),
 ) -> list[Case]:
     """The cases, those of one batch size together and its compiled ones last.
 
@@ -142,8 +149,9 @@ def plan(
         choices: what to try of the `OasisCache`.
         steps: decode steps timed.
         drafts: drafts of a round; 0 for none.
-        acceptances: probabilities that a draft is accepted, each a case beside the base, its other
-            policies, the one without lookahead (`fetch_cap` 0) and the compiled one.
+        acceptances: probabilities that a draft is accepted, or "lookup"; each a case beside the
+            base, its other policies, the one without lookahead (`fetch_cap` 0) and the compiled
+            one.
 
     Raises:
         ValueError: an unknown arm, drafts that a verification cannot take, or no probability.
@@ -154,8 +162,11 @@ def plan(
             f"drafts: got {drafts}, expected 0 to {OasisConfig.max_rows - 1}, the rows of a "
             "verification less one"
         )
-    if wrong := [share for share in acceptances if not 0 <= share <= 1]:
-        raise ValueError(f"acceptance: got {wrong[0]}, expected a probability from 0 to 1")
+    for share in acceptances:
+        if share != LOOKUP and (isinstance(share, str) or not 0 <= share <= 1):
+            raise ValueError(
+                f"acceptance: got {share}, expected {LOOKUP} or a probability from 0 to 1"
+            )
     if unknown := set(arms) - set(ARMS):
         raise ValueError(f"arms: got {', '.join(sorted(unknown))}, expected of {', '.join(ARMS)}")
     for number, (batch, context) in enumerate(sizes):

@@ -21,7 +21,7 @@ from ..cache import OasisCache
 from ..compat import weight_bytes
 from .arms import Step, fill, step_of
 from .ceilings import measure
-from .drafts import DraftRounds
+from .drafts import draft_rounds
 from .gate import CHECKS, COMPILED, FUSED, GateFailedError, largest_difference
 from .memory import (
     piece,
@@ -31,13 +31,10 @@ from .memory import (
     release,
 )
 from .overlap import compare
-from .plan import Case
+from .plan import WARM_UP, Case
 from .profiling import kernel_times
 from .prompts import first_tokens
 from .workload import filled_cache, random_model
-
-WARM_UP = 5
-"""Steps before the timed ones: the first fill, an eager step, compilation, capture."""
 
 Report = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -80,13 +77,15 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     torch.cuda.reset_peak_memory_stats()
     warm_up = 1 if case.arm == "offloaded" else WARM_UP
     started = time.perf_counter()
-    if case.drafts:
-        one = DraftRounds(model, case, cache).run
-    else:
-        one = _decoding(step_of(model, case, cache), case, case.tokens)
+    rounds = draft_rounds(model, case, cache) if case.drafts else None
+    one = rounds.run if rounds else _decoding(step_of(model, case, cache), case, case.tokens)
     _timed(one, warm_up)
     row["warm_up_seconds"] = time.perf_counter() - started
+    if rounds:
+        rounds.start()
     times, kept = _timed(one, case.steps)
+    if rounds:
+        row |= rounds.report()
     row["tokens_per_round"] = sum(kept) / len(kept) / case.batch
     row |= {f"ms_p{int(share * 100)}": _percentile(times, share) for share in (0.2, 0.5, 0.8)}
     row["tokens_per_second"] = case.batch * row["tokens_per_round"] / row["ms_p50"] * 1e3

@@ -34,7 +34,9 @@ def bench(
     profile: bool = typer.Option(False, help="Profile the kernels of each base case."),
     drafts: int = typer.Option(0, help="Drafts that a round verifies, beside plain decoding."),
     acceptance: str = typer.Option(
-        "0.6,0.8,0.95", help="Probabilities that a draft is accepted; set, not found."
+        "0.6,0.8,0.95",
+        help="Probabilities that a draft is accepted, which are set, not found; or lookup: drafts "
+        "are looked up in a scripted text, and accepted where it goes on as they do.",
     ),
     steps: int = typer.Option(40, help="Decode steps timed per case.", min=1),
     sizes: str = typer.Option(
@@ -52,7 +54,7 @@ def bench(
     import torch
 
     from ..bench import Choices, plan, run
-    from ..bench.plan import QUICK, SIZES
+    from ..bench.plan import LOOKUP, QUICK, SIZES
 
     try:
         choices = Choices(
@@ -62,7 +64,7 @@ def bench(
             caps=tuple(_cap(cap) for cap in _words(caps)),
             compile=tuple(_switch(word) for word in _words(compiles)),
         )
-        shares = [float(share) for share in _words(acceptance)]
+        shares = [share if share == LOOKUP else float(share) for share in _words(acceptance)]
         if quick and sizes:
             raise ValueError("sizes: got some beside --quick, which is one size; leave one out")
         usual = QUICK if quick else SIZES
@@ -141,7 +143,7 @@ def line(row: dict[str, Any]) -> str:
     if options.get("compile"):
         words.append("compiled")
     if row.get("drafts"):
-        words.append(f"{row['drafts']} drafts at {row['acceptance']:g}")
+        words.append(f"{row['drafts']} drafts at {row['acceptance']}")
     head = f"{_size(row)} {row['arm']:<9} {' '.join(words):<28}"
     if "error" in row:
         return f"{head} {row['error']}"
@@ -150,6 +152,10 @@ def line(row: dict[str, Any]) -> str:
         f"p80) {row['tokens_per_second']:8.0f} tok/s, floor {row['floor_ms']:6.2f} ms "
         f"(x{row['ratio_to_floor']:.2f}), {_gigabytes(row['peak_hbm_bytes'])}"
     )
+    if "accepted_share" in row:
+        text += (
+            f", {row['accepted_share']:.0%} accepted, {row['tokens_per_round']:.2f} tokens a round"
+        )
     if "stats" in row:
         stats = row["stats"]
         text += (
