@@ -22,6 +22,7 @@ from oasis_hf.bench.memory import piece, predicted_bytes, predicted_piece_bytes
 from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
 from oasis_hf.cli import app
 from oasis_hf.cli.bench import line
+from oasis_hf.compat import weight_bytes
 from oasis_hf.generation.drafting import PromptLookup
 from oasis_hf.generation.text import Text
 
@@ -195,6 +196,30 @@ def test_looked_up_drafts_are_accepted_where_the_script_goes_on_as_they_do() -> 
     ends = (rounds.loop.text.ends - 1).tolist()
     assert [layer.lengths.tolist() for layer in cache.offloaded] == [ends] * len(cache.offloaded)
     assert cache.stats().accepted == sum(accepted)
+
+
+@pytest.mark.parametrize("acceptance", ["lookup", 0.8])
+def test_a_row_of_drafts_says_what_came_of_them(
+    acceptance: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole case on the CPU, whose clock is replaced."""
+
+    def timed(run: Any, count: int) -> tuple[list[float], list[int]]:
+        return [10.0] * count, [run() for _ in range(count)]
+
+    monkeypatch.setattr(runner, "_timed", timed)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 20)
+    options = {"budget": 64, "index": "keys2bit", "on_miss": "skip", "fetch_cap": 0.0}
+    case = Case(2, 600, "oasis", options, steps=6, drafts=3, acceptance=acceptance)
+    row = runner.run_case(tiny_model("llama"), case, {"device_copy": 1e12, "link_copy": 1e10})
+    assert json.loads(json.dumps(row))["acceptance"] == acceptance
+    low, high = row["tokens_per_round_range"]
+    assert 1 <= low <= row["tokens_per_round"] <= high <= 4
+    assert row["tokens_per_round"] == pytest.approx((low + high) / 2)
+    assert 0 < row["accepted_share"] <= 1
+    assert row["link_ms"] == row["link_bytes_per_step"] == row["stats"]["cap_blocks"] == 0
+    assert row["hbm_bytes_per_step"] > sum(weight_bytes(tiny_model("llama")).values())
 
 
 def test_lookup_is_an_acceptance_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
