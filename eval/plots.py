@@ -52,7 +52,8 @@ def shown(results: dict[str, Any]) -> dict[str, dict[Size, dict[str, Any]]]:
     caches: dict[str, dict[Size, dict[str, Any]]] = {}
     for row in rows:
         options = row["options"]
-        same = all(options[name] == base[name] for name in ("budget", "on_miss") if options)
+        chosen = ("budget", "on_miss", "fetch_cap")
+        same = all(options.get(name) == base.get(name) for name in chosen if options)
         if row["arm"] == "offloaded" or not same:
             continue
         name = cache_name(row, base["budget"]).replace("`", "")

@@ -16,6 +16,7 @@ import typer
 from summary import wilson
 
 from oasis_eval.summary import OVERALL, reads_tf32
+from oasis_hf.config import DEFAULT_CAP
 
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
@@ -31,6 +32,9 @@ CACHES = {
     "static": "StaticCache, CUDA graph",
     "offloaded": "DynamicCache, offloaded",
 }
+SOURCES = {"bench-caps": "bench-lookahead", "bench-drafts": "bench-lookahead"}
+"""Results of the tables that are not called like their file."""
+
 MISSES = {"fetch": "fetched", "skip": "skipped"}
 Cells = list[dict[str, Any]]
 
@@ -148,7 +152,7 @@ def bench(results: dict[str, Any]) -> str:
     lines = []
     for row in rows:
         cells = [
-            f"B{row['batch']}, {round(row['tokens'] / 1024)}K",
+            _size(row),
             cache_name(row, budget),
             *(f"{row[key]:.2f}" for key in ("ms_p20", "ms_p50", "ms_p80")),
             f"{row['tokens_per_second']:,.0f}",
@@ -172,11 +176,23 @@ def cache_name(row: dict[str, Any], budget: int) -> str:
     words = ["oasis", f"`{options['index']}`", str(options["on_miss"])]
     if options["budget"] != budget:
         words.append(f"budget {options['budget']:,}")
+    if cap_of(row) != DEFAULT_CAP:
+        words.append(f"cap {_cap_name(cap_of(row))}")
     if options.get("compile"):
         words.append("compiled")
     if row.get("drafts"):
-        words.append(f"{row['drafts']} drafts accepted at {row['acceptance']:g}")
+        words.append(f"{row['drafts']} drafts accepted at {row['acceptance']}")
     return ", ".join(words)
+
+
+def cap_of(row: dict[str, Any]) -> str | float | None:
+    """The `fetch_cap` of an Oasis row; older results do not name the only one there was."""
+    cap: str | float | None = row["options"].get("fetch_cap", DEFAULT_CAP)
+    return cap
+
+
+def _cap_name(cap: str | float | None) -> str:
+    return "none" if cap is None else str(cap) if isinstance(cap, str) else f"{cap:g}"
 
 
 def _beside_dense(row: dict[str, Any], dense: float | None) -> str:
@@ -224,7 +240,10 @@ def _bench_note(results: dict[str, Any], rows: Cells) -> str:
         "link bytes / link bandwidth)."
     ]
     if any(row.get("drafts") for row in rows):
-        notes.append("With drafts: ms per round; acceptance is set, and drafting takes no time.")
+        notes.append(
+            "With drafts: ms per round; an acceptance that is a number is set, and drafting takes "
+            "no time."
+        )
     read = [row for row in rows if "prompt_peak_ratio" in row]
     if read:
         pieces = " or ".join(f"{size:,}" for size in sorted({row["piece"] for row in read})[::-1])
@@ -242,6 +261,134 @@ def _bench_note(results: dict[str, Any], rows: Cells) -> str:
             f"triton {about['triton']}, Transformers {about['transformers']}, "
             f"{about['date'][:10]}, `{about['command']}`.",
         ]
+    )
+
+
+def bench_caps(results: dict[str, Any]) -> str:
+    """What background fetches cost, by size and cap; misses fetched before attention beside it."""
+    plain = [row for row in _oasis_rows(results) if not row["drafts"]]
+    first = plain[0]["options"]
+    kept = [
+        row
+        for row in plain
+        if all(row["options"].get(n) == first.get(n) for n in ("budget", "index", "compile"))
+        and row["options"]["on_miss"] in (first["on_miss"], "fetch")
+    ]
+    lines = [
+        [
+            _size(row),
+            _policy(row),
+            "" if row["options"]["on_miss"] == "fetch" else f"{row['stats']['cap_blocks']:,}",
+            f"{row['link_bytes_per_step'] / 1e6:.1f}",
+            f"{row['link_ms']:.2f}",
+            f"{row['ms_p50']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['exposed_ms']:.2f}" if "exposed_ms" in row else "",
+            f"{row['overlap']:.2f}" if "overlap" in row else "",
+        ]
+        for row in sorted(kept, key=lambda row: (_place(row, kept), *_by_cap(row)))
+    ]
+    header = ["case", "cap", "blocks", "MB a step", "link ms", "step ms", "tok/s", "exposed ms"]
+    note = (
+        "Blocks: fetched behind a step at most, per head. Link ms: these bytes at the rate of a "
+        "pinned copy. Exposed: the step beyond that of cap 0, which fetches nothing. Overlap: the "
+        f"step over the longer of that one and its link ms. {_bench_machine(results)}"
+    )
+    return "\n\n".join([table([*header, "overlap"], lines), note])
+
+
+def bench_drafts(results: dict[str, Any]) -> str:
+    """Rounds with drafts beside plain steps of the same options, by size and policy."""
+    rows = _oasis_rows(results)
+    plain = {_same(row): row for row in rows if not row["drafts"]}
+    drafted = [row for row in rows if row["drafts"]]
+    lines = []
+    for key in dict.fromkeys(_same(row) for row in sorted(drafted, key=lambda r: _place(r, rows))):
+        alone = plain.get(key)
+        found = [row for row in drafted if _same(row) == key]
+        for row in [*([alone] if alone else []), *found]:
+            lines.append(
+                [
+                    _size(row),
+                    _policy(row) + (", compiled" if row["options"].get("compile") else ""),
+                    f"{row['drafts']} drafts" if row["drafts"] else "plain",
+                    _acceptance(row),
+                    _tokens_per_round(row),
+                    f"{row['ms_p50']:.2f}",
+                    f"{row['tokens_per_second']:,.0f}",
+                    f"{row['tokens_per_second'] / alone['tokens_per_second']:.2f}" if alone else "",
+                ]
+            )
+    header = ["case", "cap", "decoding", "accepted", "tokens a round", "ms", "tok/s", "x plain"]
+    note = (
+        "Accepted: of the drafts that were verified, those behind a refused one included. Where a "
+        "probability stands before it, each is accepted with that one, and drafting takes no time. "
+        "With lookup, the model is deemed to say a scripted text of records, in which the drafts "
+        "are looked up in every round. Tokens a round are of one sequence (least to most of a "
+        f"batch); ms are of a round, or of a step. {_bench_machine(results)}"
+    )
+    return "\n\n".join([table(header, lines), note])
+
+
+def _oasis_rows(results: dict[str, Any]) -> Cells:
+    return [row for row in results["rows"] if row["arm"] == "oasis" and "error" not in row]
+
+
+def _size(row: dict[str, Any]) -> str:
+    return f"B{row['batch']}, {round(row['tokens'] / 1024)}K"
+
+
+def _place(row: dict[str, Any], rows: Cells) -> int:
+    """Where the size of a row comes among those of `rows`, which keep their order."""
+    sizes = list(dict.fromkeys((other["batch"], other["tokens"]) for other in rows))
+    return sizes.index((row["batch"], row["tokens"]))
+
+
+def _by_cap(row: dict[str, Any]) -> tuple[bool, int, float]:
+    """Numbers first, in order; then no limit, auto, and what is fetched before attention."""
+    cap = cap_of(row)
+    number = isinstance(cap, int | float)
+    fetched = row["options"]["on_miss"] == "fetch"
+    return fetched, 0 if number else 1 if cap is None else 2, float(cap) if number else 0.0
+
+
+def _policy(row: dict[str, Any]) -> str:
+    """What is done about misses: a cap, as they are skipped, or another policy."""
+    miss, cap = row["options"]["on_miss"], cap_of(row)
+    if miss == "fetch":
+        return "fetched before attention"
+    text = "0, no lookahead" if cap == 0 else _cap_name(cap)
+    return text if miss == "skip" else f"{text}, {_miss(miss)}"
+
+
+def _same(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for rows of one size and the same options."""
+    return row["batch"], row["tokens"], json.dumps(row["options"], sort_keys=True)
+
+
+def _acceptance(row: dict[str, Any]) -> str:
+    """Which drafts, and what of them was accepted."""
+    if not row["drafts"]:
+        return ""
+    found = f"{row['accepted_share']:.0%}"
+    return (
+        f"lookup: {found}" if row["acceptance"] == "lookup" else f"{row['acceptance']:g}: {found}"
+    )
+
+
+def _tokens_per_round(row: dict[str, Any]) -> str:
+    low, high = row.get("tokens_per_round_range", (0, 0))
+    spread = f" ({low:.1f} to {high:.1f})" if high - low >= 0.05 else ""
+    return f"{row['tokens_per_round']:.2f}{spread}"
+
+
+def _bench_machine(results: dict[str, Any]) -> str:
+    about, top = results["environment"], results["ceilings"]
+    return (
+        f"{results['shape']} shape, random weights, bfloat16; device copy "
+        f"{top['device_copy'] / 1e12:.2f} TB/s, pinned copy {top['link_copy'] / 1e9:.1f} GB/s. "
+        f"{about['gpu']}, torch {about['torch']}, triton {about['triton']}, Transformers "
+        f"{about['transformers']}, {about['date'][:10]}, `{about['command']}`."
     )
 
 
@@ -404,6 +551,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "needles-mass": mass,
     "smollm2-8k": accuracy,
     "bench": bench,
+    "bench-caps": bench_caps,
+    "bench-drafts": bench_drafts,
     "lookahead": lookahead,
 }
 
@@ -430,7 +579,7 @@ def main(
     readme: Path = typer.Option(README),
 ) -> None:
     """Print, write or check one table."""
-    folder = FOLDER / "results" / name
+    folder = FOLDER / "results" / SOURCES.get(name, name)
     path = results or (folder / "summary.json" if folder.is_dir() else folder.with_suffix(".json"))
     text = RENDERERS[name](json.loads(path.read_text(encoding="utf-8")))
     if not (check or write):

@@ -95,6 +95,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no policy": ({"on_miss": None}, ("on_miss: got None", "'skip', 'fetch'", "0.01")),
     "threshold over one": ({"on_miss": 2.0}, ("on_miss: got 2.0", "between 0 and 1")),
     "cap over one": ({"fetch_cap": 3}, ("fetch_cap: got 3", "'auto', None", "between 0 and 1")),
+    "cap under nothing": ({"fetch_cap": -0.1}, ("fetch_cap: got -0.1", "0 fetches nothing")),
+    "cap by another name": ({"fetch_cap": "link"}, ("fetch_cap: got 'link'", "'auto', None")),
     "threshold without shares": (
         {"on_miss": 0.01, "index": "minmax"},
         ("on_miss: got the threshold 0.01", "'minmax'", "use index='keys2bit'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -10,14 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from helpers import prompt, tiny_model
+from typer.testing import CliRunner
 
 from oasis_hf import OasisCache
-from oasis_hf.bench import Case, Choices, arms, plan, profiling, prompts, workload
-from oasis_hf.bench.drafts import DraftRounds, kept_tokens
+from oasis_hf.bench import Case, Choices, arms, overlap, plan, profiling, prompts, workload
+from oasis_hf.bench.drafts import LookupRounds, SetRounds, draft_rounds, kept_tokens, script
 from oasis_hf.bench.memory import piece, predicted_bytes, predicted_piece_bytes
 from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
+from oasis_hf.cli import app
 from oasis_hf.cli.bench import line
+from oasis_hf.compat import weight_bytes
+from oasis_hf.generation.drafting import PromptLookup
+from oasis_hf.generation.text import Text
 
 EVAL = Path(__file__).parent.parent / "eval"
 sys.path.insert(0, str(EVAL))
@@ -27,7 +34,7 @@ import tables  # noqa: E402
 runner = importlib.import_module("oasis_hf.bench.run")
 
 DEFAULT = plan(SIZES, ARMS, Choices(), 40)
-BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip"}
+BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip", "fetch_cap": 0.05}
 
 
 def size_of(case: Case) -> tuple[int, int]:
@@ -62,9 +69,10 @@ def test_compiled_cases_are_the_last_of_their_batch_size() -> None:
 
 
 def test_single_values_plan_a_single_case() -> None:
-    choices = Choices((512,), ("minmax",), (0.01,), (True,))
+    choices = Choices((512,), ("minmax",), (0.01,), (0.05,), (True,))
     (case,) = plan([(2, 4096)], ["oasis"], choices, 3)
-    options = {"budget": 512, "index": "minmax", "on_miss": 0.01, "compile": True}
+    options = {"budget": 512, "index": "minmax", "on_miss": 0.01, "fetch_cap": 0.05}
+    options["compile"] = True
     assert case == Case(2, 4096 - ROOM, "oasis", options, 3, base=True)
 
 
@@ -77,14 +85,35 @@ def test_a_plan_without_sense_is_explained() -> None:
         plan(SIZES, ["oasis"], Choices(), 1, 32, [0.5])
     with pytest.raises(ValueError, match=r"acceptance: got 1\.5"):
         plan(SIZES, ["oasis"], Choices(), 1, 4, [0.5, 1.5])
+    with pytest.raises(ValueError, match="acceptance: got luck, expected lookup or a probability"):
+        plan(SIZES, ["oasis"], Choices(), 1, 4, ["luck"])
 
 
 def test_drafts_are_planned_beside_the_base_and_its_compiled_case() -> None:
-    found = [case for case in plan(SIZES, ARMS, Choices(), 40, 4, [0.6, 0.8]) if case.drafts]
-    assert len(found) == len(SIZES) * 2 * 2
+    """And beside what is done about misses: other policies, and no lookahead."""
+    choices = Choices(caps=(0.01, 0.05, "auto", 0.0))
+    found = [case for case in plan(SIZES, ARMS, choices, 40, 4, [0.6, 0.8]) if case.drafts]
+    changes: list[dict[str, Any]] = [{}, {"on_miss": "fetch"}, {"fetch_cap": 0.0}]
+    changes.append({"compile": True})
+    assert len(found) == len(SIZES) * len(changes) * 2
     assert {(case.drafts, case.acceptance) for case in found} == {(4, 0.6), (4, 0.8)}
-    assert all(case.options in (BASE, BASE | {"compile": True}) for case in found)
+    assert all(case.options in [BASE | change for change in changes] for case in found)
     assert not any(case.base for case in found)
+
+
+def test_caps_change_nothing_else() -> None:
+    """0.05 is the base's wherever it stands, so that other rows stay comparable."""
+    choices = Choices((2048,), ("keys2bit",), ("skip",), (0.01, 0.05, None, "auto", 0.0), (False,))
+    found = [case.options for case in plan([(8, 32768)], ["oasis"], choices, 3)]
+    assert found == [BASE, *(BASE | {"fetch_cap": cap} for cap in (0.01, None, "auto", 0.0))]
+    (only,) = plan(
+        [(8, 32768)], ["oasis"], Choices((512,), ("minmax",), ("skip",), (0.2,), (0,)), 1
+    )
+    assert only.base and only.options["fetch_cap"] == 0.2
+    with pytest.raises(ValueError, match="fetch_cap: got 7"):
+        Choices(caps=(7,))
+    with pytest.raises(ValueError, match="caps: got 2 of them beside the policy 'fetch'"):
+        Choices(policies=("fetch", "skip"), caps=(0.05, 0.0))
 
 
 # ---- drafts ------------------------------------------------------------------------------------
@@ -106,13 +135,101 @@ def test_a_round_keeps_what_was_drawn_of_every_row() -> None:
     cache = OasisCache(model, budget=64)
     model(input_ids=prompt(300, 3), past_key_values=cache)
     case = Case(3, 300, drafts=4, acceptance=0.5)
-    rounds = DraftRounds(model, case, cache)
+    rounds = draft_rounds(model, case, cache)
+    assert isinstance(rounds, SetRounds)
     before, drawn = cache.offloaded[0].lengths.clone(), torch.Generator().manual_seed(0)
     expected = sum(kept_tokens(case, drawn) for _ in range(6))
     assert sum(rounds.run() for _ in range(6)) == int(expected.sum())
     assert [layer.lengths.tolist() for layer in cache.offloaded] == [
         (before + expected).tolist()
     ] * len(cache.offloaded)
+    found = rounds.report()
+    assert found["accepted_share"] == (int(expected.sum()) - 18) / (6 * 3 * 4)
+    assert found["tokens_per_round_range"] == [expected.min() / 6, expected.max() / 6]
+    rounds.start()
+    assert rounds.report()["accepted_share"] == 0
+
+
+def test_scripts_repeat_themselves_less_from_row_to_row() -> None:
+    text = script(4, 3000, 1000)
+    assert text.shape == (4, 3000) and text.min() >= 1 and text.max() < 1000
+    assert torch.equal(text, script(4, 3000, 1000)) and torch.equal(
+        text[:, :99], script(4, 99, 1000)
+    )
+    different = [len({tuple(row[n : n + 3]) for n in range(2997)}) for row in text.tolist()]
+    assert different == sorted(different) and different[0] < 2 * different[-1] / 3
+
+
+@torch.no_grad()
+def test_looked_up_drafts_are_accepted_where_the_script_goes_on_as_they_do() -> None:
+    """Every round is real; rows keep what prompt lookup finds for each of them alone."""
+    model = tiny_model("llama")
+    cache = OasisCache(model, budget=64)
+    model(input_ids=prompt(400, 3), past_key_values=cache)
+    case = Case(3, 400, steps=12, drafts=4, acceptance="lookup")
+    rounds = draft_rounds(model, case, cache)
+    assert isinstance(rounds, LookupRounds)
+    kept = [rounds.run() for _ in range(12)]
+    offered, accepted = 0, []
+    for row in rounds.script:
+        text = Text(row[None, :402], torch.ones(1, 402, dtype=torch.bool), 0)
+        for _ in range(12):
+            drafts = PromptLookup(2).propose(text, 4)
+            count, end = int(drafts.counts), int(text.ends)
+            right = drafts.tokens[0, :count] == row[end : end + count]
+            new = 1 + int(right.long().cumprod(0).sum())
+            offered += count
+            text.append(row[None, end : end + 5], torch.tensor([new]))
+        accepted.append(int(text.ends) - 402 - 12)
+    assert sum(kept) == sum(accepted) + 3 * 12
+    found = rounds.report()
+    assert found["accepted_share"] == pytest.approx(sum(accepted) / offered)
+    low, high = found["tokens_per_round_range"]
+    assert low == pytest.approx(1 + min(accepted) / 12) and high == pytest.approx(
+        1 + max(accepted) / 12
+    )
+    assert 0.1 < found["accepted_share"] < 1 and high > low
+    said = rounds.loop.text.ids
+    for row, end in enumerate(rounds.loop.text.ends.tolist()):
+        assert torch.equal(said[row, :end], rounds.script[row, :end])
+    # All but the newest token have been fed.
+    ends = (rounds.loop.text.ends - 1).tolist()
+    assert [layer.lengths.tolist() for layer in cache.offloaded] == [ends] * len(cache.offloaded)
+    assert cache.stats().accepted == sum(accepted)
+
+
+@pytest.mark.parametrize("acceptance", ["lookup", 0.8])
+def test_a_row_of_drafts_says_what_came_of_them(
+    acceptance: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole case on the CPU, whose clock is replaced."""
+
+    def timed(run: Any, count: int) -> tuple[list[float], list[int]]:
+        return [10.0] * count, [run() for _ in range(count)]
+
+    monkeypatch.setattr(runner, "_timed", timed)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 20)
+    options = {"budget": 64, "index": "keys2bit", "on_miss": "skip", "fetch_cap": 0.0}
+    case = Case(2, 600, "oasis", options, steps=6, drafts=3, acceptance=acceptance)
+    row = runner.run_case(tiny_model("llama"), case, {"device_copy": 1e12, "link_copy": 1e10})
+    assert json.loads(json.dumps(row))["acceptance"] == acceptance
+    low, high = row["tokens_per_round_range"]
+    assert 1 <= low <= row["tokens_per_round"] <= high <= 4
+    assert row["tokens_per_round"] == pytest.approx((low + high) / 2)
+    assert 0 < row["accepted_share"] <= 1
+    assert row["link_ms"] == row["link_bytes_per_step"] == row["stats"]["cap_blocks"] == 0
+    assert row["hbm_bytes_per_step"] > sum(weight_bytes(tiny_model("llama")).values())
+
+
+def test_lookup_is_an_acceptance_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Case]] = []
+    monkeypatch.setattr("oasis_hf.bench.run", lambda shape, cases, *rest: asked.append(cases))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = "bench --quick --arms oasis --drafts 4 --acceptance lookup,0.6"
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 0, result.output
+    assert {case.acceptance for case in asked[0] if case.drafts} == {"lookup", 0.6}
 
 
 # ---- filled caches -----------------------------------------------------------------------------
@@ -266,6 +383,73 @@ def test_compiled_cases_have_a_gate_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert set(record["gate"]) == {"keys2bit", "keys2bit-skip", "minmax"}
 
 
+def test_background_fetches_are_set_beside_the_step_without_them() -> None:
+    """Of the same size, drafts and other options; whichever row comes first."""
+
+    def row(ms: float, link: float, batch: int = 1, drafts: int = 0, **options: Any) -> Any:
+        found = {"batch": batch, "tokens": 64, "options": BASE | options, "ms_p50": ms}
+        return found | {"link_ms": link, "drafts": drafts, "acceptance": 0.8 if drafts else 0.0}
+
+    rows = [
+        row(9.0, 2.0),
+        row(8.5, 0.0, fetch_cap=0.0),
+        row(20.0, 16.0, fetch_cap=None),
+        row(10.0, 1.0, on_miss="fetch"),
+        row(7.0, 2.0, compile=True),
+        row(12.0, 3.0, batch=8),
+        row(11.0, 4.0, drafts=4),
+        {"arm": "dense", "ms_p50": 100.0},
+    ]
+    for count in range(1, len(rows) + 1):
+        overlap.compare(rows[:count])
+    assert [row.get("exposed_ms") for row in rows] == [0.5, 0.0, 11.5, 1.5] + [None] * 4
+    assert [row["overlap"] for row in rows[:4]] == [9 / 8.5, 1.0, 1.25, 10 / 8.5]
+    rows.append(row(10.0, 0.0, drafts=4, fetch_cap=0))
+    overlap.compare(rows)
+    assert rows[6]["exposed_ms"] == 1.0 and rows[6]["overlap"] == 1.1
+
+
+def test_a_run_keeps_what_the_fetches_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_case(model: Any, case: Case, ceilings: Any) -> dict[str, Any]:
+        fetches = case.options["fetch_cap"] != 0
+        return dataclasses.asdict(case) | {"ms_p50": 8.0 + fetches, "link_ms": 2.0 * fetches}
+
+    cases = plan([(1, 4096)], ["oasis"], Choices(caps=(0.05, 0.0), compile=(False,)), 1)
+    record = run_with(monkeypatch, cases, run_case=run_case)
+    assert [row.get("exposed_ms") for row in record["rows"]][:3] == [1.0, 1.0, 0.0]
+    assert [row.get("overlap") for row in record["rows"]][2] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "8"], "sizes: got '8', expected sequences and tokens of context"),
+        (["--sizes", "1x512"], "more than 512"),
+        (["--quick", "--sizes", "1x4096"], "leave one out"),
+        (["--caps", "much"], "caps: got 'much', expected none, auto or a share"),
+        (["--caps", "1.5"], "fetch_cap: got 1.5"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_options_that_cannot_be_used_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_sizes_and_caps_reach_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Case]] = []
+    monkeypatch.setattr("oasis_hf.bench.run", lambda shape, cases, *rest: asked.append(cases))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = "--arms oasis --sizes 1x32768,8x131072 --indexes keys2bit --compile off --budgets 2048"
+    caps = ["--caps", "0.01,0.05,none,auto,0"]
+    result = CliRunner().invoke(app, ["bench", *words.split(), *caps])
+    assert result.exit_code == 0, result.output
+    (cases,) = asked
+    assert [size_of(case) for case in cases if case.base] == [(1, 32768), (8, 131072)]
+    found = [case.options["fetch_cap"] for case in cases if case.batch == 8]
+    assert found == [0.05, 0.05, 0.01, None, "auto", 0.0]
+
+
 def result_row(batch: int, tokens: int, arm: str = "oasis", **changes: Any) -> dict[str, Any]:
     """A row as `run_case` makes it, as far as lines, tables and plots read it."""
     row = {
@@ -344,6 +528,8 @@ def test_lines_say_what_a_row_holds() -> None:
     assert "6.00" in compiled and "x2.00" in compiled and "18.0 GB" in compiled
     assert "True" not in compiled
     assert line(made["rows"][8]).endswith("OutOfMemoryError: no")
+    capped = result_row(8, 32768, options={"fetch_cap": None}, exposed_ms=0.25, overlap=1.03)
+    assert "skip cap none" in line(capped) and "exposed 0.25 ms, overlap 1.03" in line(capped)
     assert "copy 4.20 TB/s" in line({"ceilings": made["ceilings"]})
     first, dense, failed = map(line, made["prompts"])
     assert "oasis  first  in pieces of 8,192,  30.00 s to the first token" in first
@@ -404,6 +590,87 @@ def test_the_table_groups_sizes_and_names_what_differs() -> None:
         ["131,072", "DynamicCache", "", "13.0 s", "50.0 GB"],
     ]
     assert "budget 2,048 unless named" in text and "last 2,048 tokens" in text
+
+
+def lookahead_results() -> dict[str, Any]:
+    """A record with caps, drafts and the step that fetches nothing."""
+    usual: dict[str, Any] = {"drafts": 0, "acceptance": 0.0, "tokens_per_round": 1.0}
+    usual |= {"link_bytes_per_step": 110e6, "link_ms": 2.0}
+    usual["stats"] = {"cap_blocks": 6, "turnover": 0.1, "hit_rate": 0.9}
+
+    def row(batch: int, speed: float, **changes: Any) -> dict[str, Any]:
+        return result_row(batch, 131072, **usual | {"tokens_per_second": speed} | changes)
+
+    none = {
+        "options": {"fetch_cap": 0.0},
+        "stats": usual["stats"] | {"cap_blocks": 0},
+        "ms_p50": 8.0,
+    }
+    drafts = {"drafts": 4, "acceptance": 0.8, "tokens_per_round": 3.4, "ms_p50": 10.0}
+    drafts |= {"accepted_share": 0.6, "tokens_per_round_range": [3.375, 3.4]}
+    looked_up = drafts | {"acceptance": "lookup", "tokens_per_round_range": [1.5, 4.0]}
+    made = results()
+    made["rows"] = [
+        row(8, 900.0),
+        row(8, 2700.0, **drafts),
+        row(8, 880.0, options={"on_miss": "fetch"}),
+        row(8, 890.0, options={"fetch_cap": "auto"}, stats=usual["stats"] | {"cap_blocks": 13}),
+        row(8, 910.0, options={"fetch_cap": 0.01}, stats=usual["stats"] | {"cap_blocks": 1}),
+        row(8, 1000.0, **none | {"link_bytes_per_step": 0.0, "link_ms": 0.0}),
+        row(8, 2500.0, **looked_up | {"options": {"fetch_cap": 0.0}}),
+        row(1, 100.0),
+        result_row(1, 131072, "dense"),
+    ]
+    overlap.compare([row for row in made["rows"] if "link_ms" in row])
+    return made
+
+
+def test_the_table_of_caps_is_in_their_order() -> None:
+    text = tables.bench_caps(lookahead_results())
+    assert cells(text) == [
+        ["B8, 128K", "0, no lookahead", "0", "0.0", "0.00", "8.00", "1,000", "0.00", "1.00"],
+        ["B8, 128K", "0.01", "1", "110.0", "2.00", "8.50", "910", "0.50", "1.06"],
+        ["B8, 128K", "0.05", "6", "110.0", "2.00", "8.50", "900", "0.50", "1.06"],
+        ["B8, 128K", "auto", "13", "110.0", "2.00", "8.50", "890", "0.50", "1.06"],
+        [
+            *("B8, 128K", "fetched before attention", "", "110.0", "2.00", "8.50", "880", "0.50"),
+            "1.06",
+        ],
+        ["B1, 128K", "0.05", "6", "110.0", "2.00", "8.50", "100", "", ""],
+    ]
+
+
+def test_the_table_of_drafts_has_plain_decoding_of_the_same_options_above() -> None:
+    text = tables.bench_drafts(lookahead_results())
+    assert cells(text) == [
+        ["B8, 128K", "0.05", "plain", "", "1.00", "8.50", "900", "1.00"],
+        ["B8, 128K", "0.05", "4 drafts", "0.8: 60%", "3.40", "10.00", "2,700", "3.00"],
+        ["B8, 128K", "0, no lookahead", "plain", "", "1.00", "8.00", "1,000", "1.00"],
+        [
+            *("B8, 128K", "0, no lookahead", "4 drafts", "lookup: 60%", "3.40 (1.5 to 4.0)"),
+            *("10.00", "2,500", "2.50"),
+        ],
+    ]
+    shown = line(lookahead_results()["rows"][6])
+    assert "4 drafts at lookup" in shown and "60% accepted, 3.40 tokens a round" in shown
+
+
+def test_tables_of_one_file_are_checked_by_their_own_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results").mkdir()
+    path = tmp_path / "results" / "bench-lookahead.json"
+    path.write_text(json.dumps(lookahead_results()))
+    page = tmp_path / "README.md"
+    names = ("bench-caps", "bench-drafts")
+    page.write_text("".join(f"<!-- {n}:begin -->\n\n<!-- {n}:end -->\n" for n in names))
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    command = typer.Typer()
+    command.command()(tables.main)
+    for name in names:
+        for option, code in (("--check", 1), ("--write", 0), ("--check", 0)):
+            ran = CliRunner().invoke(command, [name, "--readme", str(page), option])
+            assert ran.exit_code == code, ran.output
 
 
 def test_the_table_of_older_results_has_no_columns_for_what_they_lack() -> None:

@@ -180,6 +180,7 @@ def test_an_arm_has_its_own_options_and_defaults_for_the_rest(pair: Any, block: 
         session = Session(model, [plain(tokenizer, TEXT[:300])] * 2)
         cache = session.cache(parse(f"mean/fetch/64/block_size={block}"))
     options = {"index": "mean", "on_miss": "fetch", "budget": 64, "block_size": block}
+    options["fetch_cap"] = 0.05
     assert cache.oasis_config == OasisConfig(**options)
     borrowed = cache.offloaded[0].store is session.base.offloaded[0].store
     assert borrowed == (block == 16) and cache.get_seq_length() == 300

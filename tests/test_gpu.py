@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import oasis_hf
-from oasis_hf import OasisCache, packaged
+from oasis_hf import OasisCache, link, packaged
 from oasis_hf.dense import dense_attention
 from oasis_hf.streams import Beside
 
@@ -77,6 +77,30 @@ def test_graphs_replay_what_eager_steps_do(model: PreTrainedModel, options: dict
         ids = prompt(length, 2, seed).to("cuda")
         eager = run(model, ids, 150, budget=128, graphs=False, **options)
         assert torch.equal(run(model, ids, 150, budget=128, **options), eager)
+
+
+def test_the_link_decides_what_is_fetched_behind_a_step(model: PreTrainedModel) -> None:
+    """Measured once, on the grid; the same for a fresh cache, and what a graph has baked in."""
+    ids = prompt(700, 2).to("cuda")
+    seen = []
+    for graphs in (False, True):
+        cache = OasisCache(model, budget=512, on_miss="skip", graphs=graphs)
+        tokens = generate(model, ids, cache, 40)
+        stats = cache.stats()
+        assert stats.link_rate == link.on_grid(stats.link_rate) > 1e9
+        assert stats.step_floor is not None and 0 < stats.step_floor < 1e-3
+        assert 1 <= stats.cap_blocks <= 32
+        seen.append((tokens.tolist(), stats.link_rate, stats.step_floor, stats.cap_blocks))
+    assert seen[0] == seen[1]
+    assert 1e11 < link.memory_rate(ids.device) < 2e13
+
+
+def test_without_lookahead_nothing_crosses_the_link(model: PreTrainedModel) -> None:
+    for graphs in (False, True):
+        cache = OasisCache(model, budget=128, on_miss="skip", fetch_cap=0.0, graphs=graphs)
+        generate(model, prompt(700, 2).to("cuda"), cache, 40)
+        stats = cache.stats()
+        assert stats.bytes_fetched == stats.bytes_filled > 0 and stats.refused > 0
 
 
 def test_two_caches_take_turns_on_one_model(model: PreTrainedModel) -> None:

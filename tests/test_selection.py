@@ -327,7 +327,7 @@ def test_fetch_misses_nothing(spy: Spy) -> None:
         assert not (plan.later >= 0).any()
 
 
-@pytest.mark.parametrize("cap", [1 / 6, 0.5, None], ids=lambda c: f"cap {c}")
+@pytest.mark.parametrize("cap", [0, 0.0, 1 / 6, 0.5, None], ids=lambda c: f"cap {c}")
 def test_skip_fetches_behind_up_to_the_cap(cap: float | None, spy: Spy) -> None:
     """Never before attention; the best misses first; what was fetched is there in the next step."""
     plans = walk(Driver(**SPARSE, head_room=1, on_miss="skip", fetch_cap=cap), spy)
@@ -340,6 +340,17 @@ def test_skip_fetches_behind_up_to_the_cap(cap: float | None, spy: Spy) -> None:
         for b, h, k in later.nonzero().tolist():
             again = after.ids[b, h] == plan.ids[b, h, k]
             assert (after.hits[b, h][again] >= 0).all()
+
+
+def test_without_lookahead_nothing_moves_between_steps(spy: Spy) -> None:
+    """Only the first fill, and what leaves the tail, is ever resident."""
+    driver = Driver(**SPARSE, head_room=1, on_miss="skip", fetch_cap=0.0)
+    plans = walk(driver, spy)
+    stats = driver.cache.stats()
+    assert stats.bytes_fetched == stats.bytes_filled > 0
+    assert (stats.cap_blocks, stats.cap_share, stats.admitted) == (0, 0.0, 0.0)
+    assert stats.refused == pytest.approx(1 - stats.hit_rate) and stats.refused > 0
+    assert all(not (plan.later >= 0).any() for plan in plans)
 
 
 def test_share_fetches_now_what_matters(spy: Spy) -> None:

@@ -19,6 +19,8 @@ CASES = {
     "keys2bit-skip": {"on_miss": "skip"},
     "keys2bit-threshold": {"on_miss": 0.02},
     "keys2bit-uncapped": {"on_miss": "skip", "fetch_cap": None},
+    "keys2bit-no-lookahead": {"on_miss": "skip", "fetch_cap": 0.0},
+    "keys2bit-threshold-no-lookahead": {"on_miss": 0.2, "fetch_cap": 0.0},
     "keys2bit-candidates": {"budget": 16, "sink_tokens": 0, "least": 64},
     "minmax-fetch": {"index": "minmax"},
     "minmax-max": {"index": "minmax", "reduction": "max"},
@@ -104,6 +106,9 @@ def test_engines_agree(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in layers:
         layer.engine.join()
     assert_same(*layers)
+    if options.get("fetch_cap") == 0:
+        counts = layers[1].counters.read()
+        assert counts["later"] == 0 and counts["hits"] + counts["now"] < counts["wanted"]
 
 
 def test_prompt_pieces_go_through_the_same_store() -> None:

@@ -18,6 +18,7 @@ from .handle import OasisUnsupportedError
 from .index import index_class
 from .layer import OasisLayer
 from .ledger import PaddingLedger
+from .link import Allowance
 from .native import DenseLayer
 from .report import summarise
 from .runtime import ForwardHook
@@ -64,7 +65,10 @@ class OasisCache(compat.Cache):
             )
         self.model_config = model_config
         self.ledger = PaddingLedger()
-        layers = build_layers(model_config, self.oasis_config, self.ledger)
+        allowance = Allowance(
+            self.oasis_config, model if isinstance(model, torch.nn.Module) else None
+        )
+        layers = build_layers(model_config, self.oasis_config, self.ledger, allowance)
         super().__init__(layers=layers)
         self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
         self._recording = False

@@ -90,6 +90,30 @@ def _classes(module: ModuleType) -> list[type]:
     return [x for x in members if isinstance(x, type) and x.__module__ == module.__name__]
 
 
+def weight_bytes(model: torch.nn.Module) -> dict[torch.device, int]:
+    """Bytes of weights that a decode step reads, by device.
+
+    All but the input embeddings, of which it reads a row a token, unless they are the output's too.
+    Of experts it may read fewer.
+    """
+    found: dict[torch.device, int] = {}
+    for parameter in model.parameters():
+        found[parameter.device] = found.get(parameter.device, 0) + parameter.nbytes
+    embeddings = _embedding(model, "get_input_embeddings")
+    if embeddings is not None and embeddings is not _embedding(model, "get_output_embeddings"):
+        found[embeddings.device] -= embeddings.nbytes
+    return found
+
+
+def _embedding(model: torch.nn.Module, getter: str) -> torch.Tensor | None:
+    """The weight of a model's input or output embeddings, if it has one."""
+    try:
+        weight = getattr(getattr(model, getter)(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        return None
+    return weight if isinstance(weight, torch.nn.Parameter) else None
+
+
 def is_prepared(generation_config: Any) -> bool:
     """Whether `generate` has filled in a config, as it does before it calls a decoding function."""
     return hasattr(generation_config, "_pad_token_tensor")
@@ -211,4 +235,5 @@ __all__ = [
     "slices_masks",
     "text_config",
     "visible",
+    "weight_bytes",
 ]

@@ -4,12 +4,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .geometry import capped_blocks
+
 INDEX_NAMES = ("keys2bit", "keys2bit8", "minmax", "minmax8", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
 REDUCTIONS = ("mean", "max")
 VERIFICATIONS = ("shared", "exact")
 DEFAULT_CAP = 0.05
-"""Share of the budget that `fetch_cap="auto"` admits per head and step (the paper's choice)."""
+"""Share of the budget that `fetch_cap="auto"` admits per head and step where it knows no link: the
+paper's choice."""
 
 
 class OasisConfigError(ValueError):
@@ -32,8 +35,11 @@ class OasisConfig:
             "max" of their logits (the paper's).
         on_miss: a wanted block that is not resident is skipped this step ("skip"), fetched before
             attention ("fetch"), or fetched if its estimated share of attention exceeds a number.
-        fetch_cap: blocks fetched in the background per head and step, as a share of the budget;
-            None for no limit; "auto" for the default share.
+        fetch_cap: blocks fetched in the background per head and step, as a share of the budget, at
+            least one; 0 for none; None for no limit; "auto" for what the link to host memory brings
+            beside one step (see `oasis_hf.link`), which depends on the model, the batch and the
+            length. "auto" is 0.05 without CUDA kernels, and in a cache of a config alone. Means
+            nothing with on_miss="fetch".
         dense_layers: layers that keep all K and V on the device and attend to everything.
         verification: the rows of a verification of drafts share one choice of blocks ("shared"), or
             each makes its own as plain decoding would ("exact"): slower, and with on_miss="fetch"
@@ -147,10 +153,10 @@ class OasisConfig:
         cap = self.fetch_cap
         if cap is not None and cap != "auto":
             number = isinstance(cap, int | float) and not isinstance(cap, bool)
-            if not number or not 0 < cap <= 1:  # type: ignore[operator]
+            if not number or not 0 <= cap <= 1:  # type: ignore[operator]
                 raise OasisConfigError(
                     f"fetch_cap: got {cap!r}, expected 'auto', None (no limit) or a share of the "
-                    "budget between 0 and 1 such as 0.05"
+                    "budget between 0 and 1 such as 0.05; 0 fetches nothing in the background"
                 )
         for name in ("graphs", "compile"):
             value = getattr(self, name)
@@ -182,11 +188,9 @@ class OasisConfig:
 
     @property
     def cap_blocks(self) -> int:
-        """Blocks that may be fetched in the background per head and step, at least one."""
-        if self.fetch_cap is None:
-            return self.budget_blocks
+        """Blocks that may be fetched in the background per head and step; "auto" without a link."""
         share = DEFAULT_CAP if isinstance(self.fetch_cap, str) else self.fetch_cap
-        return max(1, round(share * self.budget_blocks))
+        return capped_blocks(share, self.budget_blocks)
 
     @property
     def now_above(self) -> float:

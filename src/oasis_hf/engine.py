@@ -20,7 +20,6 @@ from .ops import kernels
 from .streams import Beside
 
 if TYPE_CHECKING:
-    from .residency import StepPlan
     from .storage import LayerStorage
 
 
@@ -107,15 +106,14 @@ class ReferenceEngine(Engine):
     def attend(self, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
         """As in `Engine`."""
         s, config = self.s, self.s.config
+        cap = s.cap.blocks
         mask = s.tail.mask(s.lengths, s.committed, positions)
         score = self._score(query.float() * scaling, mask)
         if s.cold:
             plan = s.residency.step(self._fill_score(score), s.geometry.slots, float("-inf"), 0)
             self._fetch(plan.ids, plan.now)
             s.counters.fill(plan)
-        plan = s.residency.step(
-            score, s.geometry.budget_blocks, config.now_above, config.cap_blocks
-        )
+        plan = s.residency.step(score, s.geometry.budget_blocks, config.now_above, cap)
         if config.on_miss != "skip":
             self._fetch(plan.ids, plan.now)
         out = s.ops.sparse_attention(
@@ -128,7 +126,9 @@ class ReferenceEngine(Engine):
             mask,
             scaling,
         )
-        self._prefetch(plan)
+        if cap:
+            # For the next step, behind the attention of this one.
+            self._fetch(plan.ids, plan.later)
         s.counters.step(plan)
         return out
 
@@ -153,11 +153,6 @@ class ReferenceEngine(Engine):
         live = number[None] < s.committed[:, None] // s.geometry.block
         none = score.amax(-1, keepdim=True) == float("-inf")
         return torch.where(none & live[:, None], 0.0, score)
-
-    def _prefetch(self, plan: StepPlan) -> None:
-        """Fetch for the next step, behind the attention of this one."""
-        if self.s.config.on_miss != "fetch":
-            self._fetch(plan.ids, plan.later)
 
     def _fetch(self, ids: Tensor, slots: Tensor) -> None:
         """Copy blocks `[B, H, m]` from the store to slots (-1: none)."""
@@ -236,7 +231,7 @@ class TritonEngine(Engine):
 
     def attend(self, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
         """As in `Engine`."""
-        s = self.s
+        s, cap = self.s, self.s.cap.blocks
         rows = query.contiguous().flatten(2, 3)
         scores = self._scores(rows, positions, scaling)
         if s.cold:
@@ -247,7 +242,7 @@ class TritonEngine(Engine):
             scores,
             self.plan,
             s.geometry.budget_blocks,
-            0 if s.config.on_miss == "fetch" else s.config.cap_blocks,
+            cap,
             s.config.now_above,
             False,
         )
@@ -263,7 +258,7 @@ class TritonEngine(Engine):
             positions,
             scaling,
         )
-        if s.config.on_miss != "fetch":
+        if cap:
             with self.beside.run():
                 self._gather(self.plan, 1)
         return out.unflatten(2, query.shape[2:4])

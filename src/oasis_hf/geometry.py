@@ -16,6 +16,25 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
+def capped_blocks(share: float | None, budget_blocks: int) -> int:
+    """Blocks that a share of the budget admits: at least one, none for 0, all for None."""
+    if share is None:
+        return budget_blocks
+    return max(1, round(share * budget_blocks)) if share else 0
+
+
+def blocks_beside(link: float, seconds: float, bytes_each: int, budget_blocks: int) -> int:
+    """Blocks per head that a link brings beside one step: at least one, at most the budget's.
+
+    Args:
+        link: bytes per second.
+        seconds: of the step.
+        bytes_each: bytes of one block for every head, sequence and layer that fetches over it.
+        budget_blocks: K.
+    """
+    return max(1, min(int(link * seconds / bytes_each), budget_blocks))
+
+
 @dataclass(frozen=True)
 class LayerGeometry:
     """Sizes of one layer's parts.
@@ -81,13 +100,23 @@ class LayerGeometry:
         return self.block * (self.k_dim + self.v_dim)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one stored block of one head."""
+        return self.row * self.itemsize
+
+    @property
+    def attended_bytes(self) -> int:
+        """Bytes of K and V that a step of one sequence attends to: the budget and the tail."""
+        return (self.budget_blocks * self.block + self.ring) * self.token_bytes
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V over all heads of the layer."""
         return self.kv_heads * (self.k_dim + self.v_dim) * self.itemsize
 
     def store_bytes(self, batch: int, blocks: int) -> int:
         """Bytes of `blocks` blocks of capacity in the full store."""
-        return batch * self.kv_heads * blocks * self.row * self.itemsize
+        return batch * self.kv_heads * blocks * self.block_bytes
 
     def fast_bytes(self, batch: int) -> int:
         """Bytes of the resident pool and the tail, spill places included."""

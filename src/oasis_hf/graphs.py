@@ -6,7 +6,7 @@ captured around the model's own forward, once per number of rows, and replayed.
 
 A graph bakes in addresses and shapes, nothing else: token ids, positions and padding are copied
 into buffers; lengths and choices live on the device. When the cache's capacity grows, its tables
-move, and the graphs are captured again.
+move, and the graphs are captured again; so they are when a step may fetch more or fewer blocks.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ class StepGraphs:
     ) -> tuple[Any, ...]:
         first = cache.offloaded[0]
         state = (id(first.store), first.store.blocks, first.tail.k.data_ptr())
-        scanned = first.scanned_after(ids.shape[1])
-        return state, scanned, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
+        rows = ids.shape[1]
+        baked = (first.scanned_after(rows), first.cap_after(rows).blocks)
+        return state, baked, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
 
     def _obstacle(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
         """Why this step cannot be a graph, or None."""

@@ -13,6 +13,7 @@ from .config import OasisConfig
 from .dense import dense_attention
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
+from .link import Allowance
 from .storage import LayerStorage
 
 
@@ -40,6 +41,8 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         ledger: which columns are padding, shared by the cache's layers.
         leads: whether this is the layer that records new columns.
         store_layers: offloaded layers from this one to the last, which take host memory together.
+        allowance: what may be fetched in the background, shared by the cache's layers; by default
+            what the config says without a link.
 
     Attributes:
         ahead: reads earlier tokens ahead of their use; shared by the layers of a cache.
@@ -57,8 +60,10 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         ledger: PaddingLedger,
         leads: bool = True,
         store_layers: int = 1,
+        allowance: Allowance | None = None,
     ) -> None:
         super().__init__()
+        self.allowance = Allowance(config) if allowance is None else allowance
         self.config, self.layer_idx, self.store_layers = config, layer_idx, store_layers
         self.ledger, self.leads = ledger, leads
         self.recording = False
@@ -377,6 +382,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if self.is_initialized:
             self.is_initialized = False
             self.engine.join()
+            self.allowance.leave(self)
             del self.store, self.pool, self.tail, self.index, self.residency, self.engine
 
     def offload(self) -> None:

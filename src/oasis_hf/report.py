@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .link import stated
 from .stats import COUNTS, CacheStats
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def summarise(cache: OasisCache) -> CacheStats:
         counts = layer.counters.read()
         for name, value in counts.items():
             sums[name] += value
-        block_bytes = layer.geometry.row * layer.geometry.itemsize
+        block_bytes = layer.geometry.block_bytes
         fetched += block_bytes * (counts["now"] + counts["later"] + counts["filled"])
         filled += block_bytes * counts["filled"]
     wanted = max(1, sums["wanted"])
@@ -33,6 +34,7 @@ def summarise(cache: OasisCache) -> CacheStats:
     native = [x for x in cache.layers if x not in cache.offloaded]
     host = sum(layer.store.nbytes for layer in layers)
     steps = max((layer.counters.read()["steps"] for layer in layers), default=0)
+    cap = layers[0].cap if layers else stated(config)
     return CacheStats(
         context_tokens=cache.ledger.columns,
         batch_size=layers[0].batch_size if layers else 0,
@@ -45,6 +47,10 @@ def summarise(cache: OasisCache) -> CacheStats:
         fetched_now=sums["now"] / wanted,
         admitted=sums["later"] / wanted,
         refused=(sums["wanted"] - sums["hits"] - sums["now"] - sums["later"]) / wanted,
+        cap_blocks=cap.blocks,
+        cap_share=cap.blocks / config.budget_blocks,
+        link_rate=cap.link,
+        step_floor=cap.floor,
         turnover=sums["turnover"] / wanted,
         bytes_fetched=fetched,
         bytes_filled=filled,

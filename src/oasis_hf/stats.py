@@ -60,6 +60,13 @@ class CacheStats:
         fetched_now: wanted blocks fetched before attention (exposed).
         admitted: wanted blocks fetched in the background, for the next step.
         refused: wanted blocks that the cap left out.
+        cap_blocks: blocks per head that the next step may fetch in the background; 0 where
+            on_miss="fetch" leaves none. This and the next three are those of the first offloaded
+            layer's device.
+        cap_share: the same as a share of the budget.
+        link_rate: bytes per second of the link that `fetch_cap="auto"` chose it by, on a grid; None
+            if it did not.
+        step_floor: seconds that it took a step for, at least.
         turnover: wanted blocks that the step before did not want.
         bytes_fetched: bytes that crossed from the full store, the first fill included.
         bytes_filled: of these, the first fill after a prompt.
@@ -85,6 +92,10 @@ class CacheStats:
     fetched_now: float
     admitted: float
     refused: float
+    cap_blocks: int
+    cap_share: float
+    link_rate: float | None
+    step_floor: float | None
     turnover: float
     bytes_fetched: int
     bytes_filled: int
@@ -125,6 +136,7 @@ class CacheStats:
         ]
         if self.steps:
             lines.append(("wanted blocks", ", ".join(shares)))
+            lines.append(("cap", self._cap()))
             lines.append(("turnover", f"{self.turnover:.1%} of the choice changes per step"))
             per_step = (self.bytes_fetched - self.bytes_filled) / self.steps
             lines.append(
@@ -148,6 +160,16 @@ class CacheStats:
         if self.native_bytes:
             lines.append(("native layers", f"{_size(self.native_bytes)} in fast memory"))
         return [*lines, ("note", self.note)]
+
+    def _cap(self) -> str:
+        """What may be fetched in the background, and why."""
+        text = f"{self.cap_blocks:,} blocks per head and step ({self.cap_share:.1%} of the budget)"
+        if self.link_rate is None or self.step_floor is None:
+            return text
+        return (
+            f"{text}: a link of {_size(self.link_rate)}/s beside a step of at least "
+            f"{1e3 * self.step_floor:.2f} ms"
+        )
 
     def __str__(self) -> str:
         rows = self.rows()

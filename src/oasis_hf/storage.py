@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .config import OasisConfig
 from .engine import build_engine
-from .geometry import LayerGeometry, ceil_div, round_up
+from .geometry import GROWTH_TOKENS, LayerGeometry, ceil_div, round_up
 from .index import index_class
+from .link import Allowance, Cap
 from .ops import choose_backend, kernels
 from .residency import Residency
 from .stats import LayerCounters
@@ -33,12 +34,14 @@ class LayerStorage:
         recording: whether drafts may be cropped after a forward; set by the cache.
         borrowed: while a history is adopted, its first tokens that the store holds already; a host
             number.
+        allowance: what may be fetched in the background; shared by the layers of a cache.
     """
 
     config: OasisConfig
     store_layers: int
     columns: int
     recording: bool
+    allowance: Allowance
 
     def build(self, key: Tensor, value: Tensor) -> None:
         """Create all parts for K `[B, H, T, Dk]` and V `[B, H, T, Dv]` like these."""
@@ -77,6 +80,7 @@ class LayerStorage:
         self.borrowed = 0
         self.counters = LayerCounters(device)
         self.engine = build_engine(self)
+        self.allowance.enter(self)
 
     def borrow(self, owner: "LayerStorage") -> None:
         """Use the host memory of a layer of the same shape, with all that it holds."""
@@ -112,6 +116,23 @@ class LayerStorage:
         need = round_up(self.columns + rows, self.geometry.group)
         blocks = max(need // self.geometry.block, 1)
         return min(1 << (blocks - 1).bit_length(), self.index.capacity)
+
+    @property
+    def cap(self) -> Cap:
+        """What a step may fetch in the background."""
+        return self.cap_after(0)
+
+    def cap_after(self, rows: int) -> Cap:
+        """`cap`, once `rows` more tokens are given: graphs bake it in.
+
+        It follows the length in the steps by which the store grows, so it changes rarely.
+        """
+        return self.allowance.cap(self, round_up(self.columns + rows, GROWTH_TOKENS))
+
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes of fast memory that a step behind `tokens` tokens must read of this layer."""
+        per_sequence = self.geometry.attended_bytes + self.index.scan_bytes(tokens)
+        return self.batch_size * per_sequence
 
     def history(self, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """The first tokens of each sequence, read back from store and tail.

@@ -10,6 +10,7 @@ from .config import OasisConfig, OasisConfigError
 from .handle import BYPASS, OasisUnsupportedError
 from .layer import OasisLayer
 from .ledger import PaddingLedger
+from .link import Allowance
 from .native import DenseLayer
 
 
@@ -50,9 +51,18 @@ def refusal(config: PreTrainedConfig) -> str | None:
 
 
 def build_layers(
-    model_config: PreTrainedConfig, config: OasisConfig, ledger: PaddingLedger
+    model_config: PreTrainedConfig,
+    config: OasisConfig,
+    ledger: PaddingLedger,
+    allowance: Allowance | None = None,
 ) -> list[Any]:
     """The layers of a cache: offloaded where attention is full, Transformers' own elsewhere.
+
+    Args:
+        model_config: the model's.
+        config: choices of the cache.
+        ledger: shared by its layers.
+        allowance: shared by its offloaded layers.
 
     Raises:
         OasisUnsupportedError: the model cannot be served, with the reason.
@@ -79,7 +89,7 @@ def build_layers(
         leads = number == ours[0]
         if number in offloaded:
             left = len(offloaded) - offloaded.index(number)
-            layers[number] = OasisLayer(config, number, ledger, leads, store_layers=left)
+            layers[number] = OasisLayer(config, number, ledger, leads, left, allowance)
         else:
             layers[number] = DenseLayer(number, ledger, leads)
     ahead = ReadAhead()

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 
+from ..link import device_times, link_times, timed
 from ..ops import kernels
 from ..tiers.pinned import pinned_empty
 
 GIGABYTE = 1 << 30
-
-
-def median_seconds(run: Callable[[], Any], repeats: int = 7) -> float:
-    """Median device time of `run`."""
-    run()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[repeats // 2]
+CUDA = torch.device("cuda")
 
 
 def device_copy() -> float:
     """Copy within HBM, bytes read plus bytes written."""
-    source = torch.randint(0, 255, (2 * GIGABYTE,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
+    return 2 * 2 * GIGABYTE / median(device_times(CUDA, 2 * GIGABYTE))
 
 
 def link_copy() -> float:
     """Pinned host memory to the device, by the copy engine."""
-    source = pinned_empty((GIGABYTE,), torch.uint8)
-    target = torch.empty(GIGABYTE, dtype=torch.uint8, device="cuda")
-    return source.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True))
+    return GIGABYTE / median(link_times(CUDA, GIGABYTE))
 
 
 def link_gather(block_bytes: int = 8192) -> dict[str, float]:
@@ -78,7 +61,7 @@ def link_gather(block_bytes: int = 8192) -> dict[str, float]:
         products()
         torch.cuda.current_stream().wait_stream(side)
 
-    alone, compute, together = (median_seconds(f) for f in (gather, products, both))
+    alone, compute, together = (median(timed(f)) for f in (gather, products, both))
     moved = slots * block_bytes
     return {
         "bytes_per_second": moved / alone,

@@ -9,10 +9,12 @@ from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
 from ..compat import cache_kwarg
+from ..config import DEFAULT_CAP
 
 CHECKS: dict[str, dict[str, Any]] = {
     "keys2bit": {"on_miss": "fetch"},
-    "keys2bit-skip": {"on_miss": "skip"},
+    # Engines agree on what they fetch only under the same cap.
+    "keys2bit-skip": {"on_miss": "skip", "fetch_cap": DEFAULT_CAP},
     "minmax": {"index": "minmax", "on_miss": "fetch"},
     "minmax8": {"index": "minmax8", "on_miss": "fetch"},
     "keys2bit8": {"index": "keys2bit8", "on_miss": "skip"},

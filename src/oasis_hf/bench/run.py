@@ -18,9 +18,10 @@ import transformers
 from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
+from ..compat import weight_bytes
 from .arms import Step, fill, step_of
 from .ceilings import measure
-from .drafts import DraftRounds
+from .drafts import draft_rounds
 from .gate import CHECKS, COMPILED, FUSED, GateFailedError, largest_difference
 from .memory import (
     piece,
@@ -29,13 +30,11 @@ from .memory import (
     prompt_peak,
     release,
 )
-from .plan import Case
+from .overlap import compare
+from .plan import WARM_UP, Case
 from .profiling import kernel_times
 from .prompts import first_tokens
 from .workload import filled_cache, random_model
-
-WARM_UP = 5
-"""Steps before the timed ones: the first fill, an eager step, compilation, capture."""
 
 Report = Callable[[dict[str, Any], dict[str, Any]], None]
 
@@ -70,21 +69,6 @@ def _percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _bytes_per_step(cache: OasisCache, case: Case) -> float:
-    """Bytes of working set that a step must read from HBM, weights aside."""
-    layers = cache.offloaded
-    g = layers[0].geometry
-    attended = g.budget_blocks * g.block + g.ring
-    per_layer = case.batch * attended * g.token_bytes
-    index = layers[0].index
-    scanned = sum(
-        array.nbytes
-        for name, array in index.arrays.items()
-        if name in ("low", "high", "lowest", "step")
-    )
-    return len(layers) * (per_layer + scanned)
-
-
 @torch.no_grad()
 def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Time one case."""
@@ -93,18 +77,20 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     torch.cuda.reset_peak_memory_stats()
     warm_up = 1 if case.arm == "offloaded" else WARM_UP
     started = time.perf_counter()
-    if case.drafts:
-        one = DraftRounds(model, case, cache).run
-    else:
-        one = _decoding(step_of(model, case, cache), case, case.tokens)
+    rounds = draft_rounds(model, case, cache) if case.drafts else None
+    one = rounds.run if rounds else _decoding(step_of(model, case, cache), case, case.tokens)
     _timed(one, warm_up)
     row["warm_up_seconds"] = time.perf_counter() - started
+    if rounds:
+        rounds.start()
     times, kept = _timed(one, case.steps)
+    if rounds:
+        row |= rounds.report()
     row["tokens_per_round"] = sum(kept) / len(kept) / case.batch
     row |= {f"ms_p{int(share * 100)}": _percentile(times, share) for share in (0.2, 0.5, 0.8)}
     row["tokens_per_second"] = case.batch * row["tokens_per_round"] / row["ms_p50"] * 1e3
     row["peak_hbm_bytes"] = torch.cuda.max_memory_allocated()
-    weights = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    weights = weight_bytes(model)[model.device]
     moved = 0.0
     if isinstance(cache, OasisCache):
         stats = cache.stats()
@@ -113,7 +99,7 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
         row["graphs"] = None if cache.graphs is None else cache.graphs.summary()
         row["predicted_hbm_bytes"] = predicted_bytes(cache, model)
         row["peak_ratio"] = row["peak_hbm_bytes"] / row["predicted_hbm_bytes"]
-        held = _bytes_per_step(cache, case)
+        held = sum(layer.step_bytes(layer.columns) for layer in cache.offloaded)
     else:
         held = sum(2 * layer.keys.nbytes for layer in cache.layers if layer.keys is not None)
         moved = held if case.arm == "offloaded" else 0.0
@@ -121,6 +107,8 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
     row["hbm_bytes_per_step"], row["link_bytes_per_step"] = weights + held, moved
     row["floor_ms"] = 1e3 * max((weights + held) / copy, moved / link)
     row["ratio_to_floor"] = row["ms_p50"] / row["floor_ms"]
+    if case.arm == "oasis":
+        row["link_ms"] = 1e3 * moved / link
     return row
 
 
@@ -218,6 +206,7 @@ def run(
         except Exception as error:
             row = asdict(case) | {"error": _said(error)}
         record["rows"].append(row)
+        compare(record["rows"])
         report(row, record)
     for case, row in zip(cases, record["rows"], strict=True):
         if not case.base or "error" in row:

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from ..config import DEFAULT_CAP
+
 
 def bench(
     shape: str = typer.Option("llama-3.1-8b", help="A decoder shape; weights are random."),
@@ -20,6 +22,11 @@ def bench(
     budgets: str = typer.Option("2048,512", help="Budgets; the first is that of the base case."),
     indexes: str = typer.Option("keys2bit,minmax", help="Indexes, the base case's first."),
     policies: str = typer.Option("skip,fetch", help="Miss policies, the base case's first."),
+    caps: str = typer.Option(
+        f"{DEFAULT_CAP:g}",
+        help=f"Values of fetch_cap: shares, none, auto, or 0 for no lookahead; the base case has "
+        f"{DEFAULT_CAP:g} if that is one of them.",
+    ),
     compiles: str = typer.Option(
         "off,on", "--compile", help="Compile the model's own work: off, on, or both."
     ),
@@ -27,31 +34,42 @@ def bench(
     profile: bool = typer.Option(False, help="Profile the kernels of each base case."),
     drafts: int = typer.Option(0, help="Drafts that a round verifies, beside plain decoding."),
     acceptance: str = typer.Option(
-        "0.6,0.8,0.95", help="Probabilities that a draft is accepted; set, not found."
+        "0.6,0.8,0.95",
+        help="Probabilities that a draft is accepted, which are set, not found; or lookup: drafts "
+        "are looked up in a scripted text, and accepted where it goes on as they do.",
     ),
     steps: int = typer.Option(40, help="Decode steps timed per case.", min=1),
+    sizes: str = typer.Option(
+        "", help="Sequences x tokens of context of each, such as 1x131072,8x32768; four by default."
+    ),
     quick: bool = typer.Option(False, help="One small size."),
     out: Path | None = typer.Option(None, help="Where the JSON goes."),
 ) -> None:
     """Measure ceilings, then decode steps; no speed is reported unless the engines agree.
 
     The first value of each option makes the base case of a size; every other value is measured as
-    one change to it. Further budgets are measured at the first size only.
+    one change to it. Further budgets are measured at the first size only. With cap 0 among --caps,
+    rows say how much of their background fetches shows in the time of a step.
     """
     import torch
 
     from ..bench import Choices, plan, run
-    from ..bench.plan import QUICK, SIZES
+    from ..bench.plan import LOOKUP, QUICK, SIZES
 
     try:
         choices = Choices(
             budgets=tuple(int(budget) for budget in _words(budgets)),
             indexes=tuple(_words(indexes)),
             policies=tuple(_policy(policy) for policy in _words(policies)),
+            caps=tuple(_cap(cap) for cap in _words(caps)),
             compile=tuple(_switch(word) for word in _words(compiles)),
         )
-        shares = [float(share) for share in _words(acceptance)]
-        cases = plan(QUICK if quick else SIZES, _words(arms), choices, steps, drafts, shares)
+        shares = [share if share == LOOKUP else float(share) for share in _words(acceptance)]
+        if quick and sizes:
+            raise ValueError("sizes: got some beside --quick, which is one size; leave one out")
+        usual = QUICK if quick else SIZES
+        chosen = [_batch_and_context(size) for size in _words(sizes)] or usual
+        cases = plan(chosen, _words(arms), choices, steps, drafts, shares)
         lengths = [int(length) for length in _words(prompts)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -82,6 +100,28 @@ def _policy(text: str) -> str | float:
     return text if text in ("skip", "fetch") else float(text)
 
 
+def _cap(text: str) -> str | float | None:
+    if text in ("none", "auto"):
+        return None if text == "none" else text
+    try:
+        return float(text)
+    except ValueError as error:
+        message = f"caps: got {text!r}, expected none, auto or a share such as 0.05"
+        raise ValueError(message) from error
+
+
+def _batch_and_context(text: str) -> tuple[int, int]:
+    from ..bench.plan import ROOM
+
+    batch, _, context = text.partition("x")
+    if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context) > ROOM):
+        raise ValueError(
+            f"sizes: got {text!r}, expected sequences and tokens of context, more than {ROOM}, "
+            "such as 8x131072"
+        )
+    return int(batch), int(context)
+
+
 def _switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise ValueError(f"compile: got {text!r}, expected off, on or off,on")
@@ -97,11 +137,13 @@ def line(row: dict[str, Any]) -> str:
     if "arm" not in row:
         return _examined(row)
     options = row["options"]
-    words = [str(value) for name, value in options.items() if name != "compile"]
+    words = [str(v) for name, v in options.items() if name not in ("compile", "fetch_cap")]
+    if options.get("fetch_cap", DEFAULT_CAP) != DEFAULT_CAP:
+        words.append(f"cap {str(options['fetch_cap']).lower()}")
     if options.get("compile"):
         words.append("compiled")
     if row.get("drafts"):
-        words.append(f"{row['drafts']} drafts at {row['acceptance']:g}")
+        words.append(f"{row['drafts']} drafts at {row['acceptance']}")
     head = f"{_size(row)} {row['arm']:<9} {' '.join(words):<28}"
     if "error" in row:
         return f"{head} {row['error']}"
@@ -110,12 +152,18 @@ def line(row: dict[str, Any]) -> str:
         f"p80) {row['tokens_per_second']:8.0f} tok/s, floor {row['floor_ms']:6.2f} ms "
         f"(x{row['ratio_to_floor']:.2f}), {_gigabytes(row['peak_hbm_bytes'])}"
     )
+    if "accepted_share" in row:
+        text += (
+            f", {row['accepted_share']:.0%} accepted, {row['tokens_per_round']:.2f} tokens a round"
+        )
     if "stats" in row:
         stats = row["stats"]
         text += (
             f", turnover {stats['turnover']:.1%}, hits {stats['hit_rate']:.1%}, "
             f"{row['link_bytes_per_step'] / 1e6:.0f} MB/step over the link"
         )
+    if "overlap" in row:
+        text += f", exposed {row['exposed_ms']:.2f} ms, overlap {row['overlap']:.2f}"
     return f"{text}, warm-up {row['warm_up_seconds']:.1f} s"
 
 

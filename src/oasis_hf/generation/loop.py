@@ -56,7 +56,7 @@ class Loop:
         try:
             self._settle(logits, Drafts.none(self.text.ids))
             while bool(self.text.active.any()):
-                self._round()
+                self.round()
             self._feed_ends()
         except BaseException:
             # What was read stays usable; the error goes on.
@@ -71,8 +71,8 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
 
-    def _round(self) -> None:
-        """Draft, verify, accept."""
+    def round(self) -> None:
+        """Draft, verify, accept: one forward of the model."""
         started = time.perf_counter()
         text, length = self.text, self.speculation.next_length()
         drafts = Drafts.none(text.ids)

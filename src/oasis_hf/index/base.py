@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..geometry import round_up
+from ..geometry import ceil_div, round_up
 
 
 class Index(ABC):
@@ -22,6 +22,7 @@ class Index(ABC):
         name: identifies the index in configs, saved caches and reports.
         estimates_mass: whether `exp(block_logits)` estimates a block's unnormalised attention; only
             then a miss can be judged by its share of the attention.
+        coarse: names of the arrays that every step reads whole; None for all of them.
         group_blocks: blocks encoded together.
         block: tokens per block.
         budget_blocks: blocks that will be chosen per head.
@@ -30,6 +31,7 @@ class Index(ABC):
 
     name: ClassVar[str]
     estimates_mass: ClassVar[bool] = False
+    coarse: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, block: int, budget_blocks: int, reduction: str, ops: ModuleType) -> None:
         self.block, self.budget_blocks = block, budget_blocks
@@ -110,6 +112,12 @@ class Index(ABC):
         return self.ops.reduce_rows(
             logits, live, rest if self.estimates_mass else None, self.reduction, real
         )
+
+    def scan_bytes(self, tokens: int) -> int:
+        """Bytes that a step behind `tokens` tokens of one sequence reads, whatever it chooses."""
+        groups = ceil_div(tokens, self.group_tokens(self.block))
+        names = self.arrays if self.coarse is None else self.coarse
+        return groups * sum(self.arrays[name][:1, :, :1].nbytes for name in names)
 
     @property
     def nbytes(self) -> int:

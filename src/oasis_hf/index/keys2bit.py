@@ -29,6 +29,7 @@ class Keys2BitIndex(Index):
 
     name = "keys2bit"
     estimates_mass = True
+    coarse = ("lowest", "step")
     float8 = False
 
     @classmethod

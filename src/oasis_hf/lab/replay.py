@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..geometry import LayerGeometry
+from ..geometry import LayerGeometry, capped_blocks
 from ..residency import Residency
 from .scores import OPS, Scores
 
@@ -79,9 +79,7 @@ def replay(scores: Scores, options: Options) -> Outcome:
     residency = Residency(geometry, layers, scores.wanted.device, OPS)
     residency.ensure(blocks)
     wanted_count = min(geometry.budget_blocks, blocks)
-    cap = wanted_count
-    if options.fetch_cap is not None:
-        cap = max(1, round(options.fetch_cap * geometry.budget_blocks))
+    cap = min(capped_blocks(options.fetch_cap, geometry.budget_blocks), wanted_count)
     plain = options.predictor == LRU
     ahead = torch.zeros(layers, scores.wanted.shape[2], blocks, dtype=torch.bool)
     best_by_truth = scores.best(wanted_count)
