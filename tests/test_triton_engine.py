@@ -29,7 +29,12 @@ CASES = {
     "keys2bit8-fetch": {"index": "keys2bit8"},
     "keys2bit8-float16": {"index": "keys2bit8", "dtype": torch.float16, "on_miss": "skip"},
     "keys2bit8-candidates": {
-        "index": "keys2bit8", "budget": 16, "sink_tokens": 0, "least": 64, "dim": 24, "group": 3
+        "index": "keys2bit8",
+        "budget": 16,
+        "sink_tokens": 0,
+        "least": 64,
+        "dim": 24,
+        "group": 3,
     },
     "mean-no-kernel": {"index": "mean"},
     "no-head-room": {"head_room": 1.0},
