@@ -88,7 +88,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "head room under one": ({"head_room": 0.5}, ("head_room: got 0.5", "at least 1")),
     "head room without end": ({"head_room": float("inf")}, ("head_room: got inf", "at least 1")),
-    "unknown index": ({"index": "mimax"}, ("index: got 'mimax'", "keys2bit, keys2bit8, minmax", "subclass")),
+    "unknown index": ({"index": "mimax"}, ("index: got 'mimax'", "keys2bit, minmax", "subclass")),
     "unknown backend": ({"backend": "cuda"}, ("backend: got 'cuda'", "auto, reference, triton")),
     "unknown reduction": ({"reduction": "sum"}, ("reduction: got 'sum'", "mean, max")),
     "unknown policy": ({"on_miss": "wait"}, ("on_miss: got 'wait'", "'skip', 'fetch'", "0.01")),

@@ -392,15 +392,3 @@ def test_8_bit_floats_bound_what_they_stand_for() -> None:
     for up in (False, True):
         assert torch.equal(ops.to_float8(values[normal], up), exact[normal])
         assert ops.floats(ops.to_float8(torch.tensor([1e4, -1e4]), up)).tolist() == [448, -448]
-
-
-def test_ranges_of_two_bit_keys_in_8_bits_still_bound_them() -> None:
-    """Lowest and lowest + 3 steps lie outside the keys; codes reach them within half a step."""
-    torch.manual_seed(0)
-    keys = torch.randn(2, 3, 5, 32, 16) * 5 + torch.linspace(-60, 60, 16)
-    codes, lowest, step = ops.quantize_keys_2bit(keys, float8=True)
-    assert lowest.dtype == step.dtype == torch.uint8
-    low, width = ops.floats(lowest)[..., None, :], ops.floats(step)[..., None, :]
-    assert bool(((low <= keys) & (keys <= low + 3 * width)).all())
-    error = (ops.dequantize_keys_2bit(codes, lowest, step) - keys).abs()
-    assert bool((error <= 0.5 * width * 1.001).all())

@@ -6,7 +6,7 @@ from typing import Any
 
 from .geometry import capped_blocks
 
-INDEX_NAMES = ("keys2bit", "keys2bit8", "minmax", "minmax8", "mean", "streaming", "oracle")
+INDEX_NAMES = ("keys2bit", "minmax", "minmax8", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
 REDUCTIONS = ("mean", "max")
 VERIFICATIONS = ("shared", "exact")

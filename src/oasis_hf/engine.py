@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .geometry import ceil_div
-from .index import Index, Keys2Bit8Index, Keys2BitIndex, MinMax8Index, MinMaxIndex
+from .index import Index, Keys2BitIndex, MinMax8Index, MinMaxIndex
 from .index.keys2bit import candidate_tokens
 from .ops import kernels
 from .streams import Beside
@@ -333,8 +333,7 @@ class TritonEngine(Engine):
 
 def _native_kind(index: Index) -> int:
     """How the append kernel writes an index: 0 not at all, 1 bounds, 2 two-bit keys."""
-    kinds = {MinMaxIndex: 1, MinMax8Index: 1, Keys2BitIndex: 2, Keys2Bit8Index: 2}
-    return kinds.get(type(index), 0)
+    return {MinMaxIndex: 1, MinMax8Index: 1, Keys2BitIndex: 2}.get(type(index), 0)
 
 
 def build_engine(storage: LayerStorage) -> Engine:

@@ -89,7 +89,7 @@ def floats(x: Tensor) -> Tensor:
     return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float()
 
 
-def quantize_keys_2bit(keys: Tensor, float8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Two bits per key element, asymmetric, per channel over one group of tokens.
 
     The range is stored as (lowest, step), so that lowest and lowest + 3 * step bound the group: the
@@ -97,17 +97,15 @@ def quantize_keys_2bit(keys: Tensor, float8: bool = False) -> tuple[Tensor, Tens
 
     Args:
         keys: `[..., g, D]`, D a multiple of 4.
-        float8: round lowest down and step up to 8-bit floats, see `to_float8`.
 
     Returns:
         codes `[..., g, D / 4]` uint8 (byte j holds channels j, j + D/4, j + D/2, j + 3D/4, lowest
-        bits first), lowest `[..., D]` and step `[..., D]` in the dtype of `keys`, or as bytes.
+        bits first), lowest `[..., D]` and step `[..., D]` in the dtype of `keys`.
     """
-    lowest = to_float8(keys.amin(-2), up=False) if float8 else keys.amin(-2)
-    step = (keys.amax(-2).float() - floats(lowest)) * (1 / 3)
-    step = to_float8(step.clamp(min=0), up=True) if float8 else step.to(keys.dtype)
-    scale = torch.where(floats(step) > 0, floats(step), 1.0)
-    offset = keys.float() - floats(lowest).unsqueeze(-2)
+    lowest = keys.amin(-2)
+    step = ((keys.amax(-2).float() - lowest.float()) * (1 / 3)).to(keys.dtype)
+    scale = torch.where(step > 0, step, torch.ones_like(step)).float()
+    offset = keys.float() - lowest.float().unsqueeze(-2)
     code = (offset / scale.unsqueeze(-2) + 0.5).floor().clamp(0, 3).to(torch.uint8)
     c0, c1, c2, c3 = code.chunk(4, -1)
     return c0 | (c1 << 2) | (c2 << 4) | (c3 << 6), lowest, step
@@ -116,7 +114,7 @@ def quantize_keys_2bit(keys: Tensor, float8: bool = False) -> tuple[Tensor, Tens
 def dequantize_keys_2bit(codes: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
     """Inverse of `quantize_keys_2bit`, in float32: `[..., g, D]`."""
     code = torch.cat([(codes >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
-    return code.float() * floats(step).unsqueeze(-2) + floats(lowest).unsqueeze(-2)
+    return code.float() * step.float().unsqueeze(-2) + lowest.float().unsqueeze(-2)
 
 
 def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:

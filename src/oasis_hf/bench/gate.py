@@ -17,7 +17,6 @@ CHECKS: dict[str, dict[str, Any]] = {
     "keys2bit-skip": {"on_miss": "skip", "fetch_cap": DEFAULT_CAP},
     "minmax": {"index": "minmax", "on_miss": "fetch"},
     "minmax8": {"index": "minmax8", "on_miss": "fetch"},
-    "keys2bit8": {"index": "keys2bit8", "on_miss": "skip"},
 }
 """Options of the `OasisCache` under which eager and graph steps are compared with torch's."""
 

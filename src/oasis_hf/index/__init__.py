@@ -3,7 +3,7 @@
 from typing import Any
 
 from .base import Index
-from .keys2bit import Keys2Bit8Index, Keys2BitIndex
+from .keys2bit import Keys2BitIndex
 from .minmax import MinMax8Index, MinMaxIndex
 from .simple import MeanKeyIndex, OracleIndex, StreamingIndex
 
@@ -11,7 +11,6 @@ INDEXES: dict[str, type[Index]] = {
     cls.name: cls
     for cls in (
         Keys2BitIndex,
-        Keys2Bit8Index,
         MinMaxIndex,
         MinMax8Index,
         MeanKeyIndex,
@@ -39,7 +38,6 @@ def index_class(index: Any) -> type[Index]:
 __all__ = [
     "INDEXES",
     "Index",
-    "Keys2Bit8Index",
     "Keys2BitIndex",
     "MeanKeyIndex",
     "MinMax8Index",

@@ -30,7 +30,6 @@ class Keys2BitIndex(Index):
     name = "keys2bit"
     estimates_mass = True
     coarse = ("lowest", "step")
-    float8 = False
 
     @classmethod
     def group_tokens(cls, block: int) -> int:
@@ -41,10 +40,10 @@ class Keys2BitIndex(Index):
         """Codes, lowest value and step of each group."""
         if keys.shape[-1] % 4:
             raise ValueError(
-                f"index {self.name!r}: got head dimension {keys.shape[-1]}, expected a multiple of "
-                "4; use index='minmax'"
+                f"index 'keys2bit': got head dimension {keys.shape[-1]}, expected a multiple of 4; "
+                "use index='minmax'"
             )
-        codes, lowest, step = self.ops.quantize_keys_2bit(keys, self.float8)
+        codes, lowest, step = self.ops.quantize_keys_2bit(keys)
         return {"codes": codes, "lowest": lowest, "step": step}
 
     def block_logits(self, query: Tensor, live: Tensor) -> Tensor:
@@ -71,8 +70,8 @@ class Keys2BitIndex(Index):
         self, query: Tensor, lowest: Tensor, step: Tensor, live: Tensor, count: int
     ) -> Tensor:
         """Live groups with the largest bounds, `[B, H, count]`."""
-        low = self.ops.floats(lowest)
-        bound = self.ops.bound_logits(query, low, low + 3 * self.ops.floats(step))
+        low = lowest.float()
+        bound = self.ops.bound_logits(query, low, low + 3 * step.float())
         score = self.ops.reduce_rows(bound, live, None, "mean")
         return self.ops.select_blocks(score, count)[0]
 
@@ -80,10 +79,3 @@ class Keys2BitIndex(Index):
         """Log-sum of exp over each block: keys `[B, H, n, g, D]` to `[B, H, Q, blocks]`."""
         logits = query @ keys.flatten(2, 3).transpose(-1, -2)
         return torch.logsumexp(logits.unflatten(-1, (-1, self.block)), -1)
-
-
-class Keys2Bit8Index(Keys2BitIndex):
-    """Two-bit keys whose lowest values and steps are 8-bit floats: 2.5 bits per key element."""
-
-    name = "keys2bit8"
-    float8 = True

@@ -71,15 +71,14 @@ def _admit(
 
 @triton.jit
 def _float8(x, UP: tl.constexpr):
-    """Bytes of 8-bit floats that bound float32 `x`, and what they stand for; see the reference."""
+    """Bytes of 8-bit floats that bound float32 `x`: see `to_float8` of the reference."""
     bits = x.to(tl.int32, bitcast=True)
     negative, size = bits < 0, bits & 0x7FFFFFFF
     away = negative != UP
     short = (tl.where(away, size + 0xFFFFF, size) >> 20) - 960
     least = tl.where(away & (size > 0), 8, 0)
     short = tl.where(short < 8, least, tl.minimum(short, 126))
-    value = tl.where(short > 0, (short + 960) << 20, 0).to(tl.float32, bitcast=True)
-    return (short | tl.where(negative, 128, 0)).to(tl.uint8), tl.where(negative, -value, value)
+    return (short | tl.where(negative, 128, 0)).to(tl.uint8)
 
 
 @triton.jit
@@ -129,8 +128,8 @@ def append_kernel(
                     entry = (bh * (N + 1) + block) * DK + i_k
                     low, high = tl.min(b_k, 0), tl.max(b_k, 0)
                     if index_a.dtype.element_ty == tl.uint8:
-                        low, _ = _float8(low.to(tl.float32), False)
-                        high, _ = _float8(high.to(tl.float32), True)
+                        low = _float8(low.to(tl.float32), False)
+                        high = _float8(high.to(tl.float32), True)
                     tl.store(index_a + entry, low, mask=i_k < DK)
                     tl.store(index_b + entry, high, mask=i_k < DK)
             if KIND == 2:
@@ -146,20 +145,14 @@ def append_kernel(
                         mask=m_c[None, :],
                         other=0.0,
                     )
-                    # Reductions of 16-bit numbers come back in float32.
-                    low, high = tl.min(b_k, 0).to(tl.float32), tl.max(b_k, 0).to(tl.float32)
-                    if index_b.dtype.element_ty == tl.uint8:
-                        low_8, low = _float8(low, False)
-                        step = tl.maximum((high - low) * 0.3333333333333333, 0.0)
-                        step_8, step = _float8(step, True)
-                        tl.store(index_b + row * DK + channel, low_8, mask=m_c)
-                        tl.store(index_c + row * DK + channel, step_8, mask=m_c)
-                    else:
-                        step = ((high - low) * 0.3333333333333333).to(b_k.dtype).to(tl.float32)
-                        tl.store(index_b + row * DK + channel, low, mask=m_c)
-                        tl.store(index_c + row * DK + channel, step, mask=m_c)
-                    scale = tl.where(step > 0, step, 1.0)
-                    offset = b_k.to(tl.float32) - low[None, :]
+                    low = tl.min(b_k, 0)
+                    range_k = tl.max(b_k, 0).to(tl.float32) - low.to(tl.float32)
+                    # Not low.dtype: reductions of 16-bit numbers come back in float32.
+                    step = (range_k * 0.3333333333333333).to(b_k.dtype)
+                    tl.store(index_b + row * DK + channel, low, mask=m_c)
+                    tl.store(index_c + row * DK + channel, step, mask=m_c)
+                    scale = tl.where(step > 0, step.to(tl.float32), 1.0)
+                    offset = b_k.to(tl.float32) - low.to(tl.float32)[None, :]
                     # Rounded division: keys on a coarse grid often fall between two codes.
                     level = tl.div_rn(offset, tl.broadcast_to(scale[None, :], (GROUP, DQ)))
                     level = tl.minimum(tl.maximum(tl.floor(level + 0.5), 0.0), 3.0)

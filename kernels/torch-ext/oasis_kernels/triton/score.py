@@ -82,10 +82,7 @@ def bounds_kernel(
     b_low = _open(tl.load(low + offset, mask=mask, other=0), FAST, ASM)
     b_high = _open(tl.load(high + offset, mask=mask, other=0), FAST, ASM)
     if STEP:
-        if ASM:
-            b_high = b_low + 3.0 * b_high
-        else:
-            b_high = (b_low.to(tl.float32) + 3.0 * b_high.to(tl.float32)).to(FAST)
+        b_high = (b_low.to(tl.float32) + 3.0 * b_high.to(tl.float32)).to(FAST)
     b_q = b_q.to(tl.float32)
     b_up = _half(tl.maximum(b_q, 0.0), FAST, ASM)
     b_down = _half(tl.minimum(b_q, 0.0), FAST, ASM)
@@ -190,7 +187,7 @@ def _times_step(
 
     SPREAD puts a column of zeros behind each query's.
     """
-    b_s = _open(tl.load(step + place, mask=mask, other=0), tl.float32, False)
+    b_s = tl.load(step + place, mask=mask, other=0.0).to(tl.float32)
     b_s = _half(b_q[None] * b_s[:, None, :], FAST, ASM)
     if SPREAD:
         b_s = tl.permute(tl.join(b_s, tl.zeros_like(b_s)), (0, 2, 1, 3))
@@ -238,15 +235,12 @@ def _groups_partial(
         codes + (row[:, None, None] * G_TOKENS + i_t[None, :, None]) * PART + i_c[None, None, :],
         mask=m_c[None, None, :] & live[:, None, None], other=0,
     )  # fmt: skip
-    wide = scaling
-    if lowest.dtype.element_ty == tl.uint8:
-        wide *= 256.0
     base = query + (bh * Q + i_q)[:, None] * D + i_c[None, :]
     m_qc = m_q[:, None] & m_c[None, :]
-    b_q0 = _query_part(base, m_qc, wide, 0, ASM)
-    b_q1 = _query_part(base + PART, m_qc, wide, 1, ASM)
-    b_q2 = _query_part(base + 2 * PART, m_qc, wide, 2, ASM)
-    b_q3 = _query_part(base + 3 * PART, m_qc, wide, 3, ASM)
+    b_q0 = _query_part(base, m_qc, scaling, 0, ASM)
+    b_q1 = _query_part(base + PART, m_qc, scaling, 1, ASM)
+    b_q2 = _query_part(base + 2 * PART, m_qc, scaling, 2, ASM)
+    b_q3 = _query_part(base + 3 * PART, m_qc, scaling, 3, ASM)
     place, m_l = row[:, None] * D + i_c[None, :], m_c[None, :] & live[:, None]
     s0 = _times_step(b_q0, step, place, m_l, SPREAD, FAST, ASM)
     s1 = _times_step(b_q1, step, place + PART, m_l, SPREAD, FAST, ASM)
@@ -262,15 +256,13 @@ def _groups_partial(
         b_l *= 65536.0
     i_d = tl.arange(0, DP)
     b_low = tl.load(lowest + row[:, None] * D + i_d[None, :],
-                    mask=live[:, None] & (i_d < D)[None, :], other=0)  # fmt: skip
+                    mask=live[:, None] & (i_d < D)[None, :], other=0.0)  # fmt: skip
     # The same columns as above.
     ONCE: tl.constexpr = 2 if SPREAD else 1
     i_z = tl.arange(0, QN * ONCE)
     b_q = tl.load(query + (bh * Q + i_z // ONCE)[None, :] * D + i_d[:, None],
                   mask=(i_z // ONCE < Q)[None, :] & (i_d < D)[:, None], other=0.0)  # fmt: skip
-    if b_low.dtype == tl.uint8:
-        b_low, b_q = _open(b_low, FAST, False), _half(b_q.to(tl.float32), FAST, ASM)
-    b_z = tl.dot(b_low, b_q.to(b_low.dtype), input_precision=PRECISION) * wide
+    b_z = tl.dot(b_low, b_q.to(b_low.dtype), input_precision=PRECISION) * scaling
     if SPREAD:
         b_z, _ = tl.split(tl.reshape(b_z, (GROUPS, QN, 2)))
     b_b = tl.reshape(b_l + b_z[:, None, :], (GROUPS, PER, BLOCK, QN))
@@ -296,8 +288,7 @@ def keys2bit_kernel(
     """Log-sum-exp of two-bit logits over each block of the chosen groups, and of the tail.
 
     Programs 0 .. ceil(M / GROUPS) - 1 of axis 1 serve chosen groups; the last one serves the tail.
-    Arrays: codes `[BH, N + 1, G, D / 4]` uint8, lowest and step `[BH, N + 1, D]`, of bytes if they
-    are 8-bit floats, chosen `[BH, M]`
+    Arrays: codes `[BH, N + 1, G, D / 4]` uint8, lowest and step `[BH, N + 1, D]`, chosen `[BH, M]`
     int32, logits `[BH, Q, M * G / BLOCK]`, ring_k `[BH, R + 1, D]`.
     """
     bh = tl.program_id(0).to(tl.int64)
