@@ -32,7 +32,7 @@ CACHES = {
     "static": "StaticCache, CUDA graph",
     "offloaded": "DynamicCache, offloaded",
 }
-SOURCES = {"bench-caps": "bench-lookahead", "bench-drafts": "bench-lookahead"}
+SOURCES = {"bench-caps": "bench-caps", "bench-drafts": "bench-lookahead"}
 """Results of the tables that are not called like their file."""
 
 MISSES = {"fetch": "fetched", "skip": "skipped"}
@@ -279,6 +279,7 @@ def bench_caps(results: dict[str, Any]) -> str:
             _size(row),
             _policy(row),
             "" if row["options"]["on_miss"] == "fetch" else f"{row['stats']['cap_blocks']:,}",
+            f"{row['stats']['hit_rate']:.1%}",
             f"{row['link_bytes_per_step'] / 1e6:.1f}",
             f"{row['link_ms']:.2f}",
             f"{row['ms_p50']:.2f}",
@@ -288,10 +289,20 @@ def bench_caps(results: dict[str, Any]) -> str:
         ]
         for row in sorted(kept, key=lambda row: (_place(row, kept), *_by_cap(row)))
     ]
-    header = ["case", "cap", "blocks", "MB a step", "link ms", "step ms", "tok/s", "exposed ms"]
+    header = [
+        "case",
+        "cap",
+        "blocks",
+        "hits",
+        "MB a step",
+        "link ms",
+        "step ms",
+        "tok/s",
+        "exposed ms",
+    ]
     note = (
-        "Blocks: fetched behind a step at most, per head. Link ms: these bytes at the rate of a "
-        "pinned copy. Exposed: the step beyond that of cap 0, which fetches nothing. Overlap: the "
+        "Blocks: fetched behind a step at most, per head. Hits: wanted blocks that are resident "
+        "when a step begins. Link ms: these bytes at the rate of a pinned copy. Exposed: the step beyond that of cap 0, which fetches nothing. Overlap: the "
         f"step over the longer of that one and its link ms. {_bench_machine(results)}"
     )
     return "\n\n".join([table([*header, "overlap"], lines), note])

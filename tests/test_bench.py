@@ -628,15 +628,36 @@ def lookahead_results() -> dict[str, Any]:
 def test_the_table_of_caps_is_in_their_order() -> None:
     text = tables.bench_caps(lookahead_results())
     assert cells(text) == [
-        ["B8, 128K", "0, no lookahead", "0", "0.0", "0.00", "8.00", "1,000", "0.00", "1.00"],
-        ["B8, 128K", "0.01", "1", "110.0", "2.00", "8.50", "910", "0.50", "1.06"],
-        ["B8, 128K", "0.05", "6", "110.0", "2.00", "8.50", "900", "0.50", "1.06"],
-        ["B8, 128K", "auto", "13", "110.0", "2.00", "8.50", "890", "0.50", "1.06"],
         [
-            *("B8, 128K", "fetched before attention", "", "110.0", "2.00", "8.50", "880", "0.50"),
+            "B8, 128K",
+            "0, no lookahead",
+            "0",
+            "90.0%",
+            "0.0",
+            "0.00",
+            "8.00",
+            "1,000",
+            "0.00",
+            "1.00",
+        ],
+        ["B8, 128K", "0.01", "1", "90.0%", "110.0", "2.00", "8.50", "910", "0.50", "1.06"],
+        ["B8, 128K", "0.05", "6", "90.0%", "110.0", "2.00", "8.50", "900", "0.50", "1.06"],
+        ["B8, 128K", "auto", "13", "90.0%", "110.0", "2.00", "8.50", "890", "0.50", "1.06"],
+        [
+            *(
+                "B8, 128K",
+                "fetched before attention",
+                "",
+                "90.0%",
+                "110.0",
+                "2.00",
+                "8.50",
+                "880",
+                "0.50",
+            ),
             "1.06",
         ],
-        ["B1, 128K", "0.05", "6", "110.0", "2.00", "8.50", "100", "", ""],
+        ["B1, 128K", "0.05", "6", "90.0%", "110.0", "2.00", "8.50", "100", "", ""],
     ]
 
 
@@ -655,12 +676,11 @@ def test_the_table_of_drafts_has_plain_decoding_of_the_same_options_above() -> N
     assert "4 drafts at lookup" in shown and "60% accepted, 3.40 tokens a round" in shown
 
 
-def test_tables_of_one_file_are_checked_by_their_own_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_checked_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results").mkdir()
-    path = tmp_path / "results" / "bench-lookahead.json"
-    path.write_text(json.dumps(lookahead_results()))
+    for name in ("bench-caps", "bench-lookahead"):
+        path = tmp_path / "results" / f"{name}.json"
+        path.write_text(json.dumps(lookahead_results()))
     page = tmp_path / "README.md"
     names = ("bench-caps", "bench-drafts")
     page.write_text("".join(f"<!-- {n}:begin -->\n\n<!-- {n}:end -->\n" for n in names))

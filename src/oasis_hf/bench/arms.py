@@ -20,7 +20,7 @@ Step = Callable[[Tensor, Tensor], Any]
 def fill(model: LlamaForCausalLM, case: Case) -> Any:
     """The cache of a case, holding its context."""
     if case.arm == "oasis":
-        return filled_cache(model, case.batch, case.tokens, **case.options)
+        return filled_cache(model, case.batch, case.tokens, case.heat, **case.options)
     config = model.config
     cache: Any
     if case.arm == "static":
@@ -28,7 +28,7 @@ def fill(model: LlamaForCausalLM, case: Case) -> Any:
     else:
         cache = DynamicCache(config=config, offloading=case.arm == "offloaded")
     shape = (case.batch, config.num_key_value_heads, case.tokens, config.head_dim)
-    keys = heated_keys(*shape, like=model.lm_head.weight)
+    keys = heated_keys(*shape, like=model.lm_head.weight, heat=case.heat)
     for layer in range(config.num_hidden_layers):
         cache.update(keys, keys, layer)
     return cache

@@ -18,6 +18,9 @@ ROOM = 512
 WARM_UP = 5
 """Steps before the timed ones: the first fill, an eager step, compilation, capture."""
 
+HEAT = 4.0
+"""With this, some tenth of a choice changes from step to step."""
+
 LOOKUP = "lookup"
 """The acceptance that is found, not set: by prompt lookup in a scripted text."""
 
@@ -43,6 +46,7 @@ class Case:
         drafts: drafts of each sequence that a round verifies; 0 for plain decoding.
         acceptance: probability that a draft is accepted, or "lookup": drafts are looked up, and
             accepted where they are right.
+        heat: how much some blocks are wanted by all queries, see `workload.heated_keys`.
         base: whether it is the case that the others of its size differ from by one choice; the
             memory of a prompt, and the profile, are taken for these alone.
     """
@@ -54,6 +58,7 @@ class Case:
     steps: int = 40
     drafts: int = 0
     acceptance: float | str = 0.0
+    heat: float = HEAT
     base: bool = False
 
     @property

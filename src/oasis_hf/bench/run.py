@@ -119,7 +119,7 @@ def examine(model: LlamaForCausalLM, case: Case, profile: bool) -> dict[str, Any
     A pass of its own, after the timing: a profiler may slow down what runs after it.
     """
     size = piece(case.batch)
-    cache = filled_cache(model, case.batch, case.tokens - size, **case.options)
+    cache = filled_cache(model, case.batch, case.tokens - size, case.heat, **case.options)
     found: dict[str, Any] = {"piece": size}
     try:
         peak = prompt_peak(model, cache, model.config.vocab_size)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..cache import OasisCache
+from .plan import HEAT
 
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": {
@@ -41,7 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Decoder shapes by name; weights are random."""
 
-BIAS, HEAT = 10.0, 4.0
+BIAS = 10.0
 
 
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
@@ -79,7 +80,7 @@ def slow_channels(dim: int) -> Tensor:
 
 
 def heated_keys(
-    batch: int, heads: int, tokens: int, dim: int, *, like: Tensor, block: int = 16
+    batch: int, heads: int, tokens: int, dim: int, *, like: Tensor, heat: float, block: int = 16
 ) -> Tensor:
     """Random keys `[batch, heads, tokens, dim]`, of which all queries want some blocks more.
 
@@ -93,19 +94,22 @@ def heated_keys(
         tokens: of each sequence.
         dim: of the keys.
         like: a tensor of the device and dtype wanted.
+        heat: standard deviation of the heats, in logits; the less, the more of a choice changes.
         block: tokens that share a heat.
     """
     keys = torch.randn(batch, heads, tokens, dim, device=like.device, dtype=like.dtype)
-    heat = torch.randn(batch, heads, tokens // block + 1, 1, device=like.device) * HEAT
+    heats = torch.randn(batch, heads, tokens // block + 1, 1, device=like.device) * heat
     slow = slow_channels(dim).to(like.device)
     scale = dim**0.5 / BIAS / len(slow) ** 0.5
-    per_token = heat.repeat_interleave(block, 2)[:, :, :tokens]
+    per_token = heats.repeat_interleave(block, 2)[:, :, :tokens]
     keys[..., slow] += (per_token * scale).to(keys.dtype)
     return keys
 
 
 @torch.no_grad()
-def filled_cache(model: LlamaForCausalLM, batch: int, tokens: int, **options: Any) -> OasisCache:
+def filled_cache(
+    model: LlamaForCausalLM, batch: int, tokens: int, heat: float = HEAT, **options: Any
+) -> OasisCache:
     """A cache that holds `tokens` random tokens.
 
     All layers share one layer's contents, and its host memory: what a step reads and moves is that
@@ -116,7 +120,7 @@ def filled_cache(model: LlamaForCausalLM, batch: int, tokens: int, **options: An
     shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
     first = cache.offloaded[0]
     first.store_layers = 1
-    keys = heated_keys(*shape, like=model.lm_head.weight)
+    keys = heated_keys(*shape, like=model.lm_head.weight, heat=heat)
     lengths = torch.full((batch,), tokens, device=keys.device)
     first.adopt(keys, torch.randn_like(keys), lengths, tokens)
     # The other layers read the same host memory: it must be written by then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ def bench(
         help="Probabilities that a draft is accepted, which are set, not found; or lookup: drafts "
         "are looked up in a scripted text, and accepted where it goes on as they do.",
     ),
+    heat: float | None = typer.Option(
+        None, help="How alike the choices of one step and the next are, 4 by default; 1 is little."
+    ),
     steps: int = typer.Option(40, help="Decode steps timed per case.", min=1),
     sizes: str = typer.Option(
         "", help="Sequences x tokens of context of each, such as 1x131072,8x32768; four by default."
@@ -70,6 +74,8 @@ def bench(
         usual = QUICK if quick else SIZES
         chosen = [_batch_and_context(size) for size in _words(sizes)] or usual
         cases = plan(chosen, _words(arms), choices, steps, drafts, shares)
+        if heat is not None:
+            cases = [replace(case, heat=heat) for case in cases]
         lengths = [int(length) for length in _words(prompts)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
