@@ -138,8 +138,8 @@ def bounds(
         query, low, high, committed, logits, partial, scaling * (256 if bytes_ else 1),
         heads, low.shape[2] - 1, count, rows, group_tokens,
         D=dim, DP=_pow2(dim), QN=_pow2(rows, 8), BN=per_program, STEP=step,
-        FAST=fast, ASM=bytes_ and _asm(query) and fast == tl.float16,
-        PRECISION=_precision(query), num_warps=launch.bounds_warps,
+        FAST=fast, ASM=_asm(query) and fast != tl.float32,
+        PRECISION=_precision(query), num_warps=launch.bounds_warps, maxnreg=launch.bounds_registers,
     )  # fmt: skip
     return Scores(logits, partial, positions)
 
@@ -195,7 +195,7 @@ def keys2bit(
         R=places, G_TOKENS=tokens, BLOCK=block, D=dim, DQ=part, DP=_pow2(dim),
         QP=_pow2(rows), QN=padded, SPREAD=padded < 8, GROUPS=at_once, FAST=fast,
         ASM=_asm(query) and fast == tl.float16, PRECISION=_precision(query),
-        num_warps=launch.fine_warps,
+        num_warps=launch.fine_warps, maxnreg=launch.fine_registers,
     )  # fmt: skip
     return Scores(logits, partial, positions, chosen, per_group)
 
@@ -255,6 +255,7 @@ def plan_step(
         KP=_pow2(count),
         REDUCE_MAX=scores.reduce_max, FILL=fill,
         num_warps=launch.plan_warps if size <= 2048 else launch.plan_warps_wide,
+        maxnreg=launch.plan_registers if size <= 2048 else None,
     )  # fmt: skip
 
 
@@ -302,7 +303,7 @@ def sparse_attention(
         R=ring[0].shape[2] - 1, BLOCK=block, DK=dim, DV=v_dim, DKP=_pow2(dim), DVP=_pow2(v_dim),
         QP=_pow2(rows),
         SLOTS=per_step, STEPS=steps, RN=32, PRECISION=_precision(query),
-        num_warps=split.warps,
+        num_warps=split.warps, maxnreg=split.registers,
     )  # fmt: skip
     result = query.new_empty(batch, heads, rows, v_dim)
     attention.merge_attention_kernel[(batch * heads, rows)](

@@ -54,6 +54,21 @@ def _open(x, FAST: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _highest(low, step, FAST: tl.constexpr, ASM: tl.constexpr):
+    """low + 3 * step; with ASM two at a time, without turning them into float32."""
+    if ASM:
+        if FAST == tl.float16:
+            TEXT: tl.constexpr = "{.reg .b32 c; mov.b32 c, 0x42004200; fma.rn.f16x2 $0, $2, c, $1;}"
+        else:
+            TEXT: tl.constexpr = "{.reg .b32 c; mov.b32 c, 0x40404040; fma.rn.bf16x2 $0, $2, c, $1;}"
+        return tl.inline_asm_elementwise(
+            asm=TEXT, constraints="=r,r,r", args=[low, step], dtype=low.dtype, is_pure=True, pack=2
+        )
+    else:
+        return (low.to(tl.float32) + 3.0 * step.to(tl.float32)).to(FAST)
+
+
+@triton.jit
 def bounds_kernel(
     query, low, high, committed, logits, partial, scaling,
     H, N, C, Q, group_tokens,
@@ -82,10 +97,11 @@ def bounds_kernel(
     b_low = _open(tl.load(low + offset, mask=mask, other=0), FAST, ASM)
     b_high = _open(tl.load(high + offset, mask=mask, other=0), FAST, ASM)
     if STEP:
-        b_high = (b_low.to(tl.float32) + 3.0 * b_high.to(tl.float32)).to(FAST)
+        b_high = _highest(b_low, b_high, FAST, ASM)
     b_q = b_q.to(tl.float32)
-    b_up = _half(tl.maximum(b_q, 0.0), FAST, ASM)
-    b_down = _half(tl.minimum(b_q, 0.0), FAST, ASM)
+    HALF: tl.constexpr = ASM and FAST == tl.float16
+    b_up = _half(tl.maximum(b_q, 0.0), FAST, HALF)
+    b_down = _half(tl.minimum(b_q, 0.0), FAST, HALF)
     b_l = tl.dot(b_high, b_up, input_precision=PRECISION)
     b_l = tl.dot(b_low, b_down, b_l, input_precision=PRECISION) * scaling
     tl.store(logits + (bh * Q + i_q)[None, :] * C + i_n[:, None], b_l,

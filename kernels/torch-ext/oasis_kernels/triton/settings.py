@@ -11,11 +11,13 @@ class Split:
         slots: slots of 16 tokens per step of the loop.
         programs: programs per KV head, before the tail's.
         warps: warps per program.
+        registers: most registers of a thread; None leaves it to the compiler.
     """
 
     slots: int
     programs: int
     warps: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,15 @@ class Settings:
     Attributes:
         bounds_groups: groups per program of the bounds scan.
         bounds_warps: its warps.
+        bounds_registers: most registers of its threads; None leaves it to the compiler.
         candidate_warps: warps of the one program per head that picks candidate groups.
         candidate_warps_wide: the same, for more than 2,048 groups.
         fine_groups: groups per program of the two-bit scan, at most.
         fine_warps: its warps.
+        fine_registers: most registers of its threads.
         plan_warps: warps of the one program per head that chooses and plans.
         plan_warps_wide: the same, for more than 2,048 candidates.
+        plan_registers: most registers of its threads.
         attention_few: split of the attention of few (sequence, head) pairs.
         attention_many: split for `many_pairs` pairs and more, which fill the GPU by themselves.
         many_pairs: where the second begins.
@@ -40,12 +45,15 @@ class Settings:
 
     bounds_groups: int = 64
     bounds_warps: int = 4
+    bounds_registers: int | None = None
     candidate_warps: int = 8
     candidate_warps_wide: int = 16
     fine_groups: int = 8
     fine_warps: int = 4
+    fine_registers: int | None = None
     plan_warps: int = 8
     plan_warps_wide: int = 16
+    plan_registers: int | None = None
     attention_few: Split = Split(8, 8, 4)
     attention_many: Split = Split(4, 4, 2)
     many_pairs: int = 32
