@@ -139,7 +139,7 @@ def bounds(
         heads, low.shape[2] - 1, count, rows, group_tokens,
         D=dim, DP=_pow2(dim), QN=_pow2(rows, 8), BN=per_program, STEP=step,
         FAST=fast, ASM=_asm(query) and fast != tl.float32,
-        PRECISION=_precision(query), num_warps=launch.bounds_warps, maxnreg=launch.bounds_registers,
+        PRECISION=_precision(query), num_warps=launch.bounds_warps,
     )  # fmt: skip
     return Scores(logits, partial, positions)
 
@@ -255,7 +255,6 @@ def plan_step(
         KP=_pow2(count),
         REDUCE_MAX=scores.reduce_max, FILL=fill,
         num_warps=launch.plan_warps if size <= 2048 else launch.plan_warps_wide,
-        maxnreg=launch.plan_registers if size <= 2048 else None,
     )  # fmt: skip
 
 

@@ -60,7 +60,9 @@ def _highest(low, step, FAST: tl.constexpr, ASM: tl.constexpr):
         if FAST == tl.float16:
             TEXT: tl.constexpr = "{.reg .b32 c; mov.b32 c, 0x42004200; fma.rn.f16x2 $0, $2, c, $1;}"
         else:
-            TEXT: tl.constexpr = "{.reg .b32 c; mov.b32 c, 0x40404040; fma.rn.bf16x2 $0, $2, c, $1;}"
+            TEXT: tl.constexpr = (
+                "{.reg .b32 c; mov.b32 c, 0x40404040; fma.rn.bf16x2 $0, $2, c, $1;}"
+            )
         return tl.inline_asm_elementwise(
             asm=TEXT, constraints="=r,r,r", args=[low, step], dtype=low.dtype, is_pure=True, pack=2
         )

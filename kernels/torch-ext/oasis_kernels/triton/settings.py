@@ -27,15 +27,13 @@ class Settings:
     Attributes:
         bounds_groups: groups per program of the bounds scan.
         bounds_warps: its warps.
-        bounds_registers: most registers of its threads; None leaves it to the compiler.
         candidate_warps: warps of the one program per head that picks candidate groups.
         candidate_warps_wide: the same, for more than 2,048 groups.
         fine_groups: groups per program of the two-bit scan, at most.
         fine_warps: its warps.
-        fine_registers: most registers of its threads.
+        fine_registers: most registers of its threads, for more programs on a multiprocessor.
         plan_warps: warps of the one program per head that chooses and plans.
         plan_warps_wide: the same, for more than 2,048 candidates.
-        plan_registers: most registers of its threads.
         attention_few: split of the attention of few (sequence, head) pairs.
         attention_many: split for `many_pairs` pairs and more, which fill the GPU by themselves.
         many_pairs: where the second begins.
@@ -45,17 +43,15 @@ class Settings:
 
     bounds_groups: int = 64
     bounds_warps: int = 4
-    bounds_registers: int | None = None
     candidate_warps: int = 8
     candidate_warps_wide: int = 16
     fine_groups: int = 8
     fine_warps: int = 4
-    fine_registers: int | None = None
+    fine_registers: int = 80
     plan_warps: int = 8
     plan_warps_wide: int = 16
-    plan_registers: int | None = None
     attention_few: Split = Split(8, 8, 4)
-    attention_many: Split = Split(4, 4, 2)
+    attention_many: Split = Split(4, 4, 2, 168)
     many_pairs: int = 32
     gather_programs: int = 32
     gather_warps: int = 16
