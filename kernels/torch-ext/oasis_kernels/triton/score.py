@@ -57,7 +57,7 @@ def _open(x, FAST: tl.constexpr, ASM: tl.constexpr):
 def _highest(low, step, FAST: tl.constexpr, ASM: tl.constexpr):
     """low + 3 * step; with ASM two at a time, without turning them into float32."""
     if ASM:
-        if FAST == tl.float16:
+        if low.dtype == tl.float16:
             TEXT: tl.constexpr = "{.reg .b32 c; mov.b32 c, 0x42004200; fma.rn.f16x2 $0, $2, c, $1;}"
         else:
             TEXT: tl.constexpr = (
@@ -101,7 +101,7 @@ def bounds_kernel(
     if STEP:
         b_high = _highest(b_low, b_high, FAST, ASM)
     b_q = b_q.to(tl.float32)
-    HALF: tl.constexpr = ASM and FAST == tl.float16
+    HALF: tl.constexpr = ASM and b_low.dtype == tl.float16
     b_up = _half(tl.maximum(b_q, 0.0), FAST, HALF)
     b_down = _half(tl.minimum(b_q, 0.0), FAST, HALF)
     b_l = tl.dot(b_high, b_up, input_precision=PRECISION)
