@@ -62,9 +62,9 @@ class Stage:
 
 
 STAGES = [
-    Stage(256, 16, 200, 1e-3, 20, 12),
-    Stage(1024, 4, 60, 5e-4, 80, 32),
-    Stage(4096, 1, 30, 3e-4, 340, 64),
+    Stage(256, 16, 150, 1e-3, 20, 12),
+    Stage(1024, 4, 30, 5e-4, 80, 32),
+    Stage(4096, 1, 10, 3e-4, 340, 64),
 ]
 LENGTHS = "256,1024,4096,8192"
 TOGETHER = 8192
@@ -198,7 +198,7 @@ def main(
     random: bool = typer.Option(False, help="Begin with random weights, without the two heads."),
     device: str = typer.Option("cpu", help="Where to train, such as cuda."),
     lengths: str = typer.Option(LENGTHS, help="Tokens at which accuracy is measured."),
-    asked: int = typer.Option(512, help="Questions of a measurement."),
+    asked: int = typer.Option(128, help="Questions of a measurement."),
 ) -> None:
     """Train, measure and save."""
     torch.manual_seed(seed)
