@@ -6,7 +6,7 @@ matching head (`oasis_eval.circuit`), then trained on facts in noise, all of its
 sequences with skipped positions teach it the distances of long ones.
 
     python eval/train_retrieval.py                    # on a CPU, some ten minutes on two cores
-    python eval/train_retrieval.py --random           # without the heads: it stays at chance
+    python eval/train_retrieval.py --random           # without the heads, to compare
 
 Writes a model folder with tokenizer, and `recipe.json`: how it began, stages, losses, accuracy by
 length before and after the training, and the checksum of the weights.
@@ -62,9 +62,9 @@ class Stage:
 
 
 STAGES = [
-    Stage(256, 16, 150, 1e-3, 20, 12),
-    Stage(1024, 4, 30, 5e-4, 80, 32),
-    Stage(4096, 1, 10, 3e-4, 340, 64),
+    Stage(256, 16, 100, 3e-4, 20, 12),
+    Stage(1024, 4, 30, 2e-4, 80, 32),
+    Stage(4096, 1, 10, 1e-4, 340, 64),
 ]
 LENGTHS = "256,1024,4096,8192"
 TOGETHER = 8192

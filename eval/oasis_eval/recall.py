@@ -129,7 +129,8 @@ def draw(
 
     haystack = words.first_noise + random(words.noise, left)
     cells, turn = left // CELL - 1, random(CELL, 1)
-    place, keys = turn + chosen(cells, facts) * CELL, 2 + chosen(words.keys, facts)
+    order, keys = chosen(cells, cells), 2 + chosen(words.keys, facts)
+    place, empty = turn + order[:, :facts] * CELL, turn + order[:, facts:] * CELL
     values = words.first_value + random(words.values, facts, LENGTH)
     ends = torch.zeros(rows, facts, 1, dtype=torch.long, device=device)
     told = torch.cat([keys[..., None], values, ends], -1)
@@ -142,31 +143,27 @@ def draw(
     ids = torch.cat([haystack, questions.flatten(1)], 1)
     begin = left + QUERY * torch.arange(queries, device=device)[:, None] + 2
     predicted = (begin + torch.arange(LENGTH + 1, device=device)).expand(rows, -1, -1)
-    positions = skipping(turn, cells, length, span, generator)
+    positions = skipping(empty, length, span, generator)
     return Batch(ids, positions, predicted, asked[..., 1:])
 
 
-def skipping(
-    turn: Tensor, cells: int, length: int, span: int, generator: torch.Generator
-) -> Tensor:
+def skipping(empty: Tensor, length: int, span: int, generator: torch.Generator) -> Tensor:
     """Positions `[B, length]`: contiguous but for a few skips, within `span`.
 
-    Facts stay whole, for what follows what is told by neighbouring positions.
+    A skip is followed by noise of a fact's length: what a fact is told by stays together.
 
     Args:
-        turn: `[B, 1]` where the first fact may begin.
-        cells: how many there may be.
+        empty: `[B, E]` places without facts, in random order; without any nothing is skipped.
         length: of the sequences.
         span: of the positions.
         generator: random numbers.
     """
-    rows, device = len(turn), generator.device
+    rows, device = len(empty), generator.device
     natural = torch.arange(length, device=device).expand(rows, -1)
-    if span <= length:
+    where = empty[:, : min(16, 1 + length // 128)]
+    shape = where.shape
+    if span <= length or not shape[1]:
         return natural
-    shape = (rows, min(16, 1 + length // 128))
-    where = torch.randint(1, cells + 1, shape, generator=generator, device=device)
-    where = turn + CELL * where
     share = torch.rand(shape, generator=generator, device=device)
     # Between one large skip and many even ones.
     power = 8 * torch.rand(rows, 1, generator=generator, device=device)

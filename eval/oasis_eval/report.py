@@ -180,11 +180,11 @@ def drift_note(cells: Cells) -> str:
         "was led along these, one token a step, and then continued the text itself with the same "
         "random numbers. KL from dense and loss in nats per token, agreement of the most likely "
         f"tokens, each over the first and the last {window} tokens; their slopes per 1,000 tokens, "
-        "and paired differences to dense, with 95 % bootstrap intervals over samples: a slope whose "
-        "interval holds 0 shows no accumulation. Own output: its loss under dense attention less "
-        "that of dense's own, the median token at which it parts from dense's, and the share of its "
-        "4-grams that are distinct. dense/DTYPE is dense attention in another rounding, which also "
-        "read the prompt in it: the scale."
+        "and paired differences to dense, with 95 % bootstrap intervals over samples: a slope "
+        "whose interval holds 0 shows no accumulation. Own output: its loss under dense attention "
+        "less that of dense's own, the median token at which it parts from dense's, and the share "
+        "of its 4-grams that are distinct. dense/DTYPE is dense attention in another rounding, "
+        "which also read the prompt in it: the scale."
     )
 
 
