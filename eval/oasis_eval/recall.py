@@ -113,8 +113,9 @@ def draw(
             distances of long contexts from short sequences. 0 for natural positions.
     """
     device = generator.device
-    # One cell less than there is room for: facts may begin at any place, and are whole.
-    cells = (length - QUERY * min(queries, facts)) // CELL - 1
+    # The first cell is noise, for a fact at the very start has nothing before it to be told by; one
+    # more is given up so that facts may begin at any place, and are whole.
+    cells = (length - QUERY * min(queries, facts)) // CELL - 2
     facts = min(facts, cells, words.keys)
     queries = min(queries, facts)
     left = length - queries * QUERY
@@ -128,7 +129,7 @@ def draw(
         return order.topk(count, -1).indices
 
     haystack = words.first_noise + random(words.noise, left)
-    cells, turn = left // CELL - 1, random(CELL, 1)
+    cells, turn = left // CELL - 2, CELL + random(CELL, 1)
     order, keys = chosen(cells, cells), 2 + chosen(words.keys, facts)
     place, empty = turn + order[:, :facts] * CELL, turn + order[:, facts:] * CELL
     values = words.first_value + random(words.values, facts, LENGTH)
