@@ -5,7 +5,7 @@ two layers, grouped heads, rotary positions. It is initialised with a previous-t
 matching head (`oasis_eval.circuit`), then trained on facts in noise, all of its weights. Short
 sequences with skipped positions teach it the distances of long ones.
 
-    python eval/train_retrieval.py                    # on a CPU, some ten minutes on two cores
+    python eval/train_retrieval.py                    # on a CPU, some ten minutes
     python eval/train_retrieval.py --random           # without the heads, to compare
 
 Writes a model folder with tokenizer, and `recipe.json`: how it began, stages, losses, accuracy by
