@@ -13,6 +13,8 @@ from oasis_hf.config import DEFAULT_CAP, INDEX_NAMES, OasisConfig
 from oasis_hf.index import index_class
 
 FORM = "expected dense, or INDEX/MISS/BUDGET[/OPTION=VALUE...], such as keys2bit/fetch/256"
+ROUNDINGS = {f"dense/{dtype}": dtype for dtype in ("float32", "bfloat16", "float16")}
+"""Dense attention of the same model in another type: the scale of what is harmless."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,12 @@ class Arm:
     Attributes:
         name: identifies it in results: "dense", or what `parse` reads.
         options: of `OasisCache`; none for the dense one.
+        dtype: of the model, if it is another than the run's.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    dtype: str = ""
 
     @property
     def dense(self) -> bool:
@@ -69,13 +73,16 @@ def parse(name: str) -> Arm:
     The index is one of the library's, or "module:Class" of your own. MISS is fetch, skip, or a
     share of the attention. "fetch" attends to just what the index chooses: it shows the selection
     itself, whatever moving blocks would cost. `fetch_cap` is 0.05 unless given: the cache's own
-    default follows the machine, and answers must not.
+    default follows the machine, and answers must not. "dense/bfloat16" is dense attention in
+    another type.
 
     Raises:
         ValueError: not of this form, or an option is unknown or refused; says which.
     """
     if name == DENSE.name:
         return DENSE
+    if name in ROUNDINGS:
+        return Arm(name, dtype=ROUNDINGS[name])
     parts = name.split("/")
     if len(parts) < 3:
         raise ValueError(f"arms: got {name!r}, {FORM}")

@@ -12,6 +12,7 @@ import torch
 from oasis_hf.compat import text_config
 
 from .sample import Sample
+from .tasks import TASKS
 
 CPU_TOKENS = 16_384
 """Tokens that a CPU reads together: enough to share the weights between rows."""
@@ -23,10 +24,10 @@ SHARE = 0.85
 
 
 def batches(samples: Iterable[Sample], most: int) -> Iterator[list[Sample]]:
-    """Samples of one question and one length, at most so many together; the others alone."""
+    """Samples of one length, at most so many together; conversations and scored texts alone."""
     groups: dict[Any, list[Sample]] = {}
     for sample in samples:
-        together = len(sample["turns"]) == 1
+        together = len(sample["turns"]) == 1 or TASKS[sample["task"]].metric == "drift"
         key = sample["tokens"] if together else (sample["number"],)
         groups.setdefault(key, []).append(sample)
     for group in groups.values():

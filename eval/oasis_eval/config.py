@@ -60,6 +60,13 @@ class EvalConfig:
             arms = [parse(name) for name in (DENSE.name, *self.arms)]
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        others = [name for name in tasks if TASKS[name].metric != "drift"]
+        for arm in arms:
+            if arm.dtype and others:
+                raise ConfigError(
+                    f"arms: got {arm.name!r}, which only long_output compares; leave it out, or "
+                    f"{', '.join(others)}"
+                )
         for key, values in (("contexts", self.contexts), ("tasks", tasks)):
             if not values:
                 raise ConfigError(f"{key}: got none, expected at least one")

@@ -99,7 +99,6 @@ def draw(
     queries: int,
     generator: torch.Generator,
     span: int = 0,
-    share: float = 1.0,
 ) -> Batch:
     """Draws sequences of facts in noise, and questions about as many distinct facts as there fit.
 
@@ -112,14 +111,12 @@ def draw(
         generator: random numbers; its device is where all is made.
         span: positions are spread over so many, by skips at a few places (PoSE, Zhu et al. 2023):
             distances of long contexts from short sequences. 0 for natural positions.
-        share: of the words of each kind, the first ones, to draw from.
     """
     device = generator.device
-    cells = (length - QUERY * min(queries, facts)) // CELL
-    key_count, value_count, noise_count = (
-        max(1, round(share * count)) for count in (words.keys, words.values, words.noise)
-    )
-    facts = min(facts, cells, key_count)
+    # The first cell is noise, for a fact at the very start has nothing before it to be told by; one
+    # more is given up so that facts may begin at any place, and are whole.
+    cells = (length - QUERY * min(queries, facts)) // CELL - 2
+    facts = min(facts, cells, words.keys)
     queries = min(queries, facts)
     left = length - queries * QUERY
 
@@ -131,36 +128,43 @@ def draw(
         order = torch.rand(rows, among, generator=generator, device=device)
         return order.topk(count, -1).indices
 
-    haystack = words.first_noise + random(noise_count, left)
-    place, keys = chosen(left // CELL, facts) * CELL, 2 + chosen(key_count, facts)
-    values = words.first_value + random(value_count, facts, LENGTH)
+    haystack = words.first_noise + random(words.noise, left)
+    cells, turn = left // CELL - 2, CELL + random(CELL, 1)
+    order, keys = chosen(cells, cells), 2 + chosen(words.keys, facts)
+    place, empty = turn + order[:, :facts] * CELL, turn + order[:, facts:] * CELL
+    values = words.first_value + random(words.values, facts, LENGTH)
     ends = torch.zeros(rows, facts, 1, dtype=torch.long, device=device)
     told = torch.cat([keys[..., None], values, ends], -1)
     target = place[..., None] + torch.arange(CELL, device=device)
     haystack.scatter_(1, target.flatten(1), told.flatten(1))
-    # Facts begin anywhere, not only at multiples of their length.
-    turn = random(CELL)[:, None] + torch.arange(left, device=device)
-    haystack = haystack.gather(1, turn % left)
     # The rows of `chosen` are in random order: the first facts are as good as any.
     asked = told[:, :queries]
-    lead = words.first_noise + random(noise_count, queries, 1)
+    lead = words.first_noise + random(words.noise, queries, 1)
     questions = torch.cat([lead, torch.ones_like(lead), asked], -1)
     ids = torch.cat([haystack, questions.flatten(1)], 1)
     begin = left + QUERY * torch.arange(queries, device=device)[:, None] + 2
     predicted = (begin + torch.arange(LENGTH + 1, device=device)).expand(rows, -1, -1)
-    positions = skipping(rows, length, span, generator)
+    positions = skipping(empty, length, span, generator)
     return Batch(ids, positions, predicted, asked[..., 1:])
 
 
-def skipping(rows: int, length: int, span: int, generator: torch.Generator) -> Tensor:
-    """Positions `[rows, length]`: contiguous but for a few skips, within `span`."""
-    device = generator.device
+def skipping(empty: Tensor, length: int, span: int, generator: torch.Generator) -> Tensor:
+    """Positions `[B, length]`: contiguous but for a few skips, within `span`.
+
+    A skip is followed by noise of a fact's length: what a fact is told by stays together.
+
+    Args:
+        empty: `[B, E]` places without facts, in random order; without any nothing is skipped.
+        length: of the sequences.
+        span: of the positions.
+        generator: random numbers.
+    """
+    rows, device = len(empty), generator.device
     natural = torch.arange(length, device=device).expand(rows, -1)
-    if span <= length:
+    where = empty[:, : min(16, 1 + length // 128)]
+    shape = where.shape
+    if span <= length or not shape[1]:
         return natural
-    # Most facts are to stay whole: what follows what is told by neighbouring positions.
-    shape = (rows, min(16, 1 + length // 128))
-    where = torch.randint(1, length, shape, generator=generator, device=device)
     share = torch.rand(shape, generator=generator, device=device)
     # Between one large skip and many even ones.
     power = 8 * torch.rand(rows, 1, generator=generator, device=device)

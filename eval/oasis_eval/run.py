@@ -17,6 +17,7 @@ from oasis_hf.packaged import load, smollm2
 from .arms import Arm
 from .batches import batches, fitting
 from .config import ConfigError, EvalConfig
+from .drift import drifted
 from .environment import describe
 from .fidelity import closeness, forced, loss, selection
 from .generation import Generator, idle_cores
@@ -173,7 +174,7 @@ def evaluated(
     """
     if not arms:
         return
-    judge = answered if samples[0]["turns"] else scored
+    judge = JUDGES.get(TASKS[samples[0]["task"]].metric, answered)
     for arm, found in judge(model, tokenizer, samples, arms, config):
         yield [
             {name: sample[name] for name in ("task", "context", "number", "tokens", "depths")}
@@ -277,3 +278,7 @@ def scored(
         record["loss"] = loss(logits, targets)
         record["seconds"] = round(time.perf_counter() - started, 3)
         yield arm, [record]
+
+
+JUDGES = {"loss": scored, "drift": drifted}
+"""Who compares the arms, by metric; answers are judged otherwise."""

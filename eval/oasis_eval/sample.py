@@ -68,7 +68,7 @@ class Task:
 
     Attributes:
         make: draws one sample.
-        metric: name of the metric that scores an answer; "loss" for tasks without questions.
+        metric: name of the metric that scores an answer; "loss" or "drift" without questions.
         about: one line for people.
     """
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from .arms import DENSE
 from .fidelity import divergence
 from .intervals import bootstrap, paired, stratified
@@ -27,14 +29,58 @@ def summarise(records: list[Record]) -> dict[str, Any]:
         "scores": one cell per task, context and arm, and one over all tasks, with "mean", "low",
         "high" and "count", the same of the paired difference to dense as "change", and what the
         cache counted. "fidelity": the same for tasks without questions, means only, and "change"
-        of the loss.
+        of the loss. "drift": what long outputs come to, see `drift_cells`.
     """
     answered = [record for record in records if "score" in record]
-    forced = [record for record in records if "loss" in record]
+    forced = [record for record in records if "loss" in record and "drift" not in record]
     return {
         "scores": [*_cells(answered, "score"), *_overall(answered)],
         "fidelity": _cells(forced, "loss"),
+        "drift": drift_cells([record for record in records if "drift" in record]),
     }
+
+
+def drift_cells(records: list[Record]) -> Cells:
+    """One cell per context and arm of long outputs.
+
+    Returns:
+        Means over samples by window of "kl", "agreement" and "loss", and of "free", the loss of the
+        arm's own output under dense attention; as estimates "kl_slope" and "agreement_slope", each
+        per 1,000 tokens, and "change" and "free_change", the paired differences of the losses to
+        dense; "parted", the median token where outputs part; "distinct", a share of 4-grams.
+    """
+    dense = {place(record): record for record in records if record["arm"] == DENSE.name}
+    cells = []
+    for (context, arm), found in grouped(records, "context", "arm").items():
+        windows = [record["drift"] for record in found]
+        cell: dict[str, Any] = {"context": context, "arm": arm, "count": len(found)}
+        cell["steps"] = windows[0]["steps"]
+        for name in ("kl", "agreement", "loss", "free"):
+            cell[name] = np.mean([window[name] for window in windows], axis=0).tolist()
+        for name in ("kl", "agreement"):
+            slopes = [slope(window[name], window["steps"]) for window in windows]
+            cell[f"{name}_slope"] = asdict(bootstrap(slopes))
+        pairs = [
+            (record["drift"], dense[place(record)]["drift"])
+            for record in found
+            if arm != DENSE.name and place(record) in dense
+        ]
+        for name, key in (("loss", "change"), ("free", "free_change")):
+            if pairs:
+                own, true = np.mean([[side[name] for side in pair] for pair in pairs], -1).T
+                cell[key] = asdict(paired(own.tolist(), true.tolist()))
+        # An output that never parts has parted after its end.
+        parted = [w["steps"] if w["parted"] is None else w["parted"] for w in windows]
+        cell["parted"] = float(np.median(parted))
+        cell["distinct"] = float(np.mean([window["distinct"] for window in windows]))
+        cells.append(cell)
+    return cells
+
+
+def slope(values: list[float], steps: int) -> float:
+    """Least-squares slope of equal windows over `steps` tokens, per 1,000 tokens."""
+    middle = (np.arange(len(values)) + 0.5) * steps / len(values)
+    return float(1000 * np.polyfit(middle, values, 1)[0])
 
 
 def _cells(records: list[Record], key: str) -> Cells:

@@ -53,9 +53,13 @@ LANGUAGE: dict[str, Task] = RULER | {
     "running_total": Task(tracing.running_total, "line_match", "24 steps, each after the last"),
     "language": Task(language.language, "loss", "loss and fidelity on real text"),
 }
-"""Every task for models of natural language."""
+"""Every task for models of natural language but `long_output`, which takes thousands of steps."""
 
-TASKS: dict[str, Task] = LANGUAGE | RECALL
+TASKS: dict[str, Task] = (
+    LANGUAGE
+    | {"long_output": Task(language.long_output, "drift", "drift from dense over a long output")}
+    | RECALL
+)
 """Every task."""
 
 

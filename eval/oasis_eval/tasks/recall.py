@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..recall import LENGTH, Words, fact, question
+from ..recall import CELL, LENGTH, Words, fact, question
 from ..sample import Draft, Scene, Turn
 from .hiding import one_depth
 
@@ -32,7 +32,8 @@ def recall(scene: Scene, many: bool = False, words: Words | None = None) -> Draf
     def body(units: int) -> str:
         parts, before = [], 0
         for place, text in hidden:
-            cut = round(place * min(units, len(noise)))
+            # As in training, some noise stands before the first fact.
+            cut = max(CELL, round(place * min(units, len(noise))))
             parts += [*noise[before:cut], text]
             before = cut
         return " ".join([*parts, *noise[before:units]])
