@@ -554,6 +554,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "needles": needles,
     "needles-mass": mass,
     "smollm2-8k": accuracy,
+    "retrieval": accuracy,
     "bench": bench,
     "bench-caps": bench_caps,
     "bench-drafts": bench_drafts,

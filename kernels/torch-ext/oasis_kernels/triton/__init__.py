@@ -187,7 +187,7 @@ def keys2bit(
     logits = query.new_empty(batch * heads, rows, count * per_group, dtype=torch.float32)
     partial = query.new_empty(batch * heads, programs, rows, 2, dtype=torch.float32)
     fast = _fast(query)
-    places = ring_k.shape[2] - 1
+    places, many = ring_k.shape[2] - 1, batch * heads >= launch.many_pairs
     score.keys2bit_kernel[(batch * heads, programs)](
         query, codes, lowest, step, chosen, committed, logits, partial, scaling,
         ring_k, lengths, positions,
@@ -195,7 +195,7 @@ def keys2bit(
         R=places, G_TOKENS=tokens, BLOCK=block, D=dim, DQ=part, DP=_pow2(dim),
         QP=_pow2(rows), QN=padded, SPREAD=padded < 8, GROUPS=at_once, FAST=fast,
         ASM=_asm(query) and fast == tl.float16, PRECISION=_precision(query),
-        num_warps=launch.fine_warps, maxnreg=launch.fine_registers,
+        num_warps=launch.fine_warps, maxnreg=launch.fine_registers if many else None,
     )  # fmt: skip
     return Scores(logits, partial, positions, chosen, per_group)
 

@@ -31,7 +31,7 @@ class Settings:
         candidate_warps_wide: the same, for more than 2,048 groups.
         fine_groups: groups per program of the two-bit scan, at most.
         fine_warps: its warps.
-        fine_registers: most registers of its threads, for more programs on a multiprocessor.
+        fine_registers: most registers of its threads with `many_pairs` pairs: more programs fit.
         plan_warps: warps of the one program per head that chooses and plans.
         plan_warps_wide: the same, for more than 2,048 candidates.
         attention_few: split of the attention of few (sequence, head) pairs.
