@@ -232,6 +232,18 @@ def test_lookup_is_an_acceptance_like_others(monkeypatch: pytest.MonkeyPatch) ->
     assert {case.acceptance for case in asked[0] if case.drafts} == {"lookup", 0.6}
 
 
+def test_a_shape_may_be_a_folder(tmp_path: Path) -> None:
+    """Sizes of its config, that of the text where there are several; the head's may be implied."""
+    config = tiny_model("llama").config
+    config.save_pretrained(tmp_path)
+    found = workload.shape_sizes(str(tmp_path))
+    assert found == {name: getattr(config, name) for name in found}
+    assert found.keys() == workload.SHAPES["llama-3.1-8b"].keys()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        workload.shape_sizes(str(tmp_path))
+
+
 # ---- filled caches -----------------------------------------------------------------------------
 
 
@@ -428,6 +440,10 @@ def test_a_run_keeps_what_the_fetches_cost(monkeypatch: pytest.MonkeyPatch) -> N
         (["--quick", "--sizes", "1x4096"], "leave one out"),
         (["--caps", "much"], "caps: got 'much', expected none, auto or a share"),
         (["--caps", "1.5"], "fetch_cap: got 1.5"),
+        (
+            ["--shape", "./no-such"],
+            "shape: got './no-such', expected one of llama-3.1-8b, qwen3-8b",
+        ),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )

@@ -166,7 +166,7 @@ def run(
     What fails on the way becomes a row with an error.
 
     Args:
-        shape: a name in `workload.SHAPES`.
+        shape: whose sizes the model has, see `workload.shape_sizes`.
         cases: decode cases, in order.
         prompts: lengths of prompts whose time to first token is taken, with Oasis and DynamicCache.
         report: called with each row as it is ready, and the record so far.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from ..cache import OasisCache
 from .plan import HEAT
@@ -20,6 +20,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
     },
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -45,10 +54,31 @@ SHAPES: dict[str, dict[str, int]] = {
 BIAS = 10.0
 
 
+def shape_sizes(shape: str) -> dict[str, int]:
+    """Sizes of a decoder: a name in `SHAPES`, else those of a Hub id's or a folder's config.
+
+    Raises:
+        ValueError: neither, or a config without these sizes.
+    """
+    if shape in SHAPES:
+        return SHAPES[shape]
+    expected = f"expected one of {', '.join(SHAPES)}, a Hub id, or a folder with a config.json"
+    try:
+        config = AutoConfig.from_pretrained(shape).get_text_config(decoder=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"shape: got {shape!r}, {expected}") from error
+    found: dict[str, Any] = {name: getattr(config, name, None) for name in SHAPES["llama-3.1-8b"]}
+    if found["head_dim"] is None and found["hidden_size"] and found["num_attention_heads"]:
+        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    if missing := [name for name, size in found.items() if not isinstance(size, int)]:
+        raise ValueError(f"shape: got {shape!r}, whose config lacks {', '.join(missing)}")
+    return found
+
+
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """A Llama-class model of this shape on the GPU, with a query bias (see `heated_keys`)."""
+    """A Llama-class model of such sizes on the GPU, with a query bias (see `heated_keys`)."""
     config = LlamaConfig(
-        **SHAPES[shape],
+        **shape_sizes(shape),
         max_position_embeddings=1 << 20,
         rope_theta=5e5,
         attention_bias=True,

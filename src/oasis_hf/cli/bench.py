@@ -14,7 +14,11 @@ from ..config import DEFAULT_CAP
 
 
 def bench(
-    shape: str = typer.Option("llama-3.1-8b", help="A decoder shape; weights are random."),
+    shape: str = typer.Option(
+        "llama-3.1-8b",
+        help="A decoder's sizes: llama-3.1-8b, qwen3-8b, qwen3-0.6b, a Hub id or a folder with a "
+        "config.json; weights are random.",
+    ),
     arms: str = typer.Option(
         "oasis,dense,static,offloaded",
         help="Oasis, and Transformers' caches: DynamicCache, StaticCache in a CUDA graph, and "
@@ -59,8 +63,10 @@ def bench(
 
     from ..bench import Choices, plan, run
     from ..bench.plan import LOOKUP, QUICK, SIZES
+    from ..bench.workload import shape_sizes
 
     try:
+        shape_sizes(shape)
         choices = Choices(
             budgets=tuple(int(budget) for budget in _words(budgets)),
             indexes=tuple(_words(indexes)),
