@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from oasis_hf import OasisCache
 from oasis_hf.fused import FusedLayers
+from oasis_hf.graphs import Dispatcher
 from oasis_hf.merged import merge
 
 
@@ -108,6 +109,20 @@ def test_a_compiled_layer_has_four_products_not_seven() -> None:
     assert sum(products) == 4
     own = [m for m in model.modules() if isinstance(m, nn.Linear)]
     assert not any("forward" in vars(module) for module in own)
+
+
+def test_what_was_captured_before_weights_moved_is_captured_anew() -> None:
+    """Graphs of every cache of the model; those captured after it stay."""
+    model = build_model("Llama", {"num_hidden_layers": 2})
+    caches = [OasisCache(model, budget=64, compile=on) for on in (False, True, True)]
+    plain, first, second = (Dispatcher.add(model, cache) for cache in caches)
+    stale: dict[Any, Any] = {("key",): object()}
+    plain._entries = dict(stale)
+    with first._compiling(caches[1]):
+        assert not plain._entries
+    plain._entries = dict(stale)
+    with second._compiling(caches[2]):
+        assert plain._entries == stale
 
 
 def test_a_merged_model_is_saved_as_before(tmp_path: Path) -> None:
