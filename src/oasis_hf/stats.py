@@ -136,7 +136,8 @@ class CacheStats:
         ]
         if self.steps:
             lines.append(("wanted blocks", ", ".join(shares)))
-            lines.append(("cap", self._cap()))
+            if self.cap_blocks or self.refused:
+                lines.append(("cap", self._cap()))
             lines.append(("turnover", f"{self.turnover:.1%} of the choice changes per step"))
             per_step = (self.bytes_fetched - self.bytes_filled) / self.steps
             lines.append(
