@@ -32,6 +32,7 @@ class Choice:
 
     index: str = "keys2bit"
     budget: int = 256
+    block_size: int = 16
     sink_tokens: int = 16
     recent_tokens: int = 32
     reduction: str = "mean"
@@ -56,6 +57,7 @@ class Choice:
 def choices(budgets: list[int], indexes: list[str]) -> list[Choice]:
     """What is compared: indexes, then one option after another of the default index."""
     every = [Choice(index=index) for index in indexes]
+    every += [Choice(block_size=size) for size in (4, 8, 32)]
     every += [Choice(sink_tokens=count) for count in (0, 64)]
     every += [Choice(recent_tokens=count) for count in (0, 64)]
     every += [Choice(index=index, reduction="max") for index in ("keys2bit", "minmax")]

@@ -28,6 +28,8 @@ CASES = {
     "minmax8-float16": {"index": "minmax8", "dtype": torch.float16, "rows": 2},
     "mean-no-kernel": {"index": "mean"},
     "no-head-room": {"head_room": 1.0},
+    "block-8": {"block_size": 8},
+    "block-4": {"block_size": 4, "index": "minmax8"},
     "block-32": {"block_size": 32},
     "rows-3": {"rows": 3},
     "odd-dims": {"dim": 24, "v_dim": 40, "group": 3},
