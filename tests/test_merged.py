@@ -49,7 +49,9 @@ def test_one_product_gives_what_three_give(bias: bool) -> None:
         x.mul_(2)
         assert not torch.equal(heads.k_proj(x), before)
         torch.testing.assert_close(heads(x / 2), want)
+        heads.v_proj(x)
     assert not any("forward" in vars(module) for module in merged.modules)
+    assert merged._input is None and merged._parts == [None] * 3
 
 
 @torch.no_grad()

@@ -57,7 +57,8 @@ def test_positions_skip_within_the_span_and_are_natural_without() -> None:
     skipped = skipping(places, 300, 5000, generator())
     steps = skipped.diff()
     assert int(steps.min()) == 1 and int(skipped.max()) < 5000
-    # Distances of all sizes come up.
+    # Distances of all sizes come up, and few neighbours are parted.
+    assert float((steps > 1).float().mean()) < 0.02
     assert int((skipped[:, -1] > 2500).sum()) > 10 and int((skipped[:, -1] < 2500).sum()) > 10
 
 

@@ -23,7 +23,8 @@ class MergedLinear:
 
     The modules keep their parameters, which become views of the common memory: the model takes no
     more of it, and is saved, loaded and called as before. Within a `with` block their forward is
-    one product: whichever module is called first computes all, the others take their part.
+    one product: whichever module is called first computes all, the others take their part. Between
+    these calls nothing may be written into the input.
 
     Args:
         modules: what `mergeable` says can be merged.
@@ -56,6 +57,8 @@ class MergedLinear:
         for module in self.modules:
             vars(module).pop("forward", None)
             vars(module).pop("oasis_part", None)
+        # What was not asked for, as where only some of the modules were called, is not kept.
+        self._input, self._parts = None, [None] * len(self.modules)
 
     def part(self, place: int, x: Tensor) -> Tensor:
         """Output of one module for `x` `[..., in]`."""
@@ -65,7 +68,7 @@ class MergedLinear:
             self._input, self._parts = x, list(outputs.split(self._sizes, -1))
             part = self._parts[place]
             assert part is not None
-        # Each is handed out once: what is written into `x` meanwhile is never missed.
+        # Each is handed out once: a module that is called again computes anew.
         self._parts[place] = None
         if all(left is None for left in self._parts):
             self._input = None
@@ -102,9 +105,9 @@ def mergeable(family: list[Any]) -> bool:
     parameters = [x for module in family for x in module.parameters(recurse=False)]
     if not all(type(x) is nn.Parameter and x.is_contiguous() for x in parameters):
         return False
-    return len({(x.dtype, x.device, x.requires_grad, x.shape[1:]) for x in parameters}) == 1 + (
-        family[0].bias is not None
-    )
+    # Weights of one kind, and biases of one kind if there are any.
+    kinds = {(x.dtype, x.device, x.requires_grad, x.shape[1:]) for x in parameters}
+    return len(kinds) == (1 if family[0].bias is None else 2)
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> tuple[Tensor, bool]:

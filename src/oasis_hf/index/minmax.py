@@ -24,7 +24,10 @@ class MinMaxIndex(Index):
 
 
 class MinMax8Index(MinMaxIndex):
-    """Min/max as 8-bit floats: half the memory and traffic, 1 bit per key element at block 16."""
+    """Min/max as 8-bit floats: half the memory and traffic, 1 bit per key element at block 16.
+
+    Keys beyond +-448, which few models have, are ranked as if they were 448.
+    """
 
     name = "minmax8"
 
