@@ -71,6 +71,11 @@ def test_only_what_leaves_something_out_drifts(done: Path) -> None:
         # The newest tokens alone are not; another rounding stands between.
         assert full["kl"] < other["kl"] < little["kl"]
         assert little["drift"]["parted"] is not None
+        # Behind a dense reading, the end of the chain is dense attention's own, and what leaves
+        # something out differs there by less than with all that it left out before.
+        assert true["drift"]["fresh_kl"] < 1e-6 and full["drift"]["fresh_kl"] < 1e-6
+        assert 0 < little["drift"]["fresh_kl"] < little["drift"]["kl"][-1]
+        assert "fresh_kl" not in other["drift"]
         # Dense attention finds its own output as likely as when it made it.
         assert true["drift"]["free"] == pytest.approx(true["drift"]["loss"], abs=1e-3)
 
@@ -82,6 +87,9 @@ def test_the_report_has_a_table_of_long_outputs(done: Path) -> None:
     cells = json.loads((done / "summary.json").read_text())["drift"]
     assert [cell["arm"] for cell in cells] == ["dense", FULL, LITTLE, OTHER]
     little = cells[2]
+    more = little["kl"][-1] - little["fresh_kl"]
+    assert little["accumulated"]["mean"] == pytest.approx(more) and more > 0
+    assert all(row.count("|") == 15 for row in page.splitlines() if row.startswith("| `"))
     assert little["count"] == 2 and little["steps"] == STEPS
     assert little["kl_slope"]["low"] <= little["kl_slope"]["mean"] <= little["kl_slope"]["high"]
     assert little["change"]["mean"] == pytest.approx(
@@ -101,7 +109,7 @@ def test_what_is_missing_is_led_along_the_same_output_also_alone(
     assert {record["rows"] for record in again} == {1}
     for one, other in zip(whole, again, strict=True):
         assert one["drift"]["parted"] == other["drift"]["parted"]
-        for name in ("kl", "loss", "free"):
+        for name in ("kl", "loss", "free", "fresh_kl"):
             assert one["drift"][name] == pytest.approx(other["drift"][name], abs=1e-3)
 
 

@@ -1,8 +1,10 @@
 """Long outputs: whether what an arm leaves out adds up over thousands of steps.
 
 Dense attention continues a real text; every arm is led along that chain, one token a step, and
-then continues the text for itself. What it attends to is ever more what was generated. Another
-rounding of dense attention, led and let go in the same way, says how far harmless differences go.
+then continues the text for itself. What it attends to is ever more what was generated. The end of
+the chain is also gone along from a dense reading of all before it: what differs there already comes
+of the choices at that length, the rest has added up. Another rounding of dense attention, led and
+let go in the same way, says how far harmless differences go.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def drifted(
     draws, last = draws.to(model.device), sorted(ends(model, tokenizer))
     dense: list[Tensor] = []
     chain = released(session, session.cache(DENSE), first, draws, last, dense)
+    late = Late(model, prompts, chain, dense)
     for arm in arms:
         started = time.perf_counter()
         own = session if arm.dtype == "" else _session(model, arm.dtype, prompts)
@@ -73,8 +76,36 @@ def drifted(
             del cache
             free = released(own, own.cache(arm), first, draws, last)
         found["free"] = loss_of(session, first, free)
+        if arm.dtype == "":
+            found |= late.compared(arm)
         shared["seconds"] = round((time.perf_counter() - started) / len(samples), 3)
         yield arm, [_record(found, chain, free, row) | shared for row in range(len(samples))]
+
+
+class Late:
+    """The last window of a chain, behind a dense reading of all before it.
+
+    Args:
+        model: the model.
+        prompts: `[rows][tokens]`.
+        chain: `[rows, steps]` what dense attention continued them by.
+        dense: its logits `[rows, vocabulary]` of every step.
+    """
+
+    def __init__(
+        self, model: Any, prompts: list[list[int]], chain: Tensor, dense: list[Tensor]
+    ) -> None:
+        self.window = max(1, chain.shape[1] // WINDOWS)
+        ids = torch.cat([torch.tensor(prompts, device=chain.device), chain], 1)[:, : -self.window]
+        self.session = Session(model, ids[:, :-1].tolist(), exact=True)
+        self.first, self.chain = ids[:, -1:], chain[:, -self.window :]
+        self.dense = dense[-self.window :]
+
+    def compared(self, arm: Arm) -> dict[str, Tensor]:
+        """As `compared`, `[rows, window]` and named "fresh_..."; for dense, how exact that is."""
+        steps = along(self.session, self.session.cache(arm), self.first, self.chain)
+        found = compared(steps, self.dense, self.chain)
+        return {f"fresh_{name}": value for name, value in found.items()}
 
 
 def _uniform(seed: int, number: int, steps: int) -> Tensor:
@@ -186,8 +217,10 @@ def _record(found: dict[str, Tensor], chain: Tensor, free: Tensor, row: int) -> 
     own, dense = free[row].tolist(), chain[row].tolist()
     apart = (place for place, (a, b) in enumerate(zip(own, dense, strict=True)) if a != b)
     grams = {tuple(own[n : n + GRAM]) for n in range(len(own) - GRAM + 1)}
-    windows = {
-        name: [round(part.mean().item(), 6) for part in value.tensor_split(WINDOWS)]
+    windows: Record = {
+        name: round(value.mean().item(), 6)
+        if name.startswith("fresh_")
+        else [round(part.mean().item(), 6) for part in value.tensor_split(WINDOWS)]
         for name, value in values.items()
     }
     parted = torch.nonzero(values["agreement"] == 0)

@@ -180,11 +180,13 @@ def drift_note(cells: Cells) -> str:
         "was led along these, one token a step, and then continued the text itself with the same "
         "random numbers. KL from dense and loss in nats per token, agreement of the most likely "
         f"tokens, each over the first and the last {window} tokens; their slopes per 1,000 tokens, "
-        "and paired differences to dense, with 95 % bootstrap intervals over samples: a slope "
-        "whose interval holds 0 shows no accumulation. Own output: its loss under dense attention "
-        "less that of dense's own, the median token at which it parts from dense's, and the share "
-        "of its 4-grams that are distinct. dense/DTYPE is dense attention in another rounding, "
-        "which also read the prompt in it: the scale."
+        "and paired differences to dense, with 95 % bootstrap intervals over samples. Fresh: the "
+        "KL over the last tokens where all before them was read densely, so that no earlier step "
+        "left anything out; accumulated: what the KL there is more. A slope also has the context "
+        "that outgrows the budget; an accumulation whose interval holds 0 is none. Own output: its "
+        "loss under dense attention less that of dense's own, the median token at which it parts "
+        "from dense's, and the share of its 4-grams that are distinct. dense/DTYPE is dense "
+        "attention in another rounding, which also read the prompt in it: the scale."
     )
 
 
@@ -194,7 +196,8 @@ def drift_table(cells: Cells) -> str:
     for cell in cells:
         row = [f"`{cell['arm']}`", f"{np.mean(cell['loss']):.4f}"]
         if "change" not in cell:
-            rows.append([*row, *[""] * 9, f"{cell['distinct']:.1%}"])
+            fresh = [f"{cell['fresh_kl']:.2g}" if "fresh_kl" in cell else ""]
+            rows.append([*row, *[""] * 4, *fresh, *[""] * 6, f"{cell['distinct']:.1%}"])
             continue
         agreement = [100 * cell["agreement"][place] for place in (0, -1)]
         row += [_interval(cell["change"])]
@@ -202,12 +205,14 @@ def drift_table(cells: Cells) -> str:
             f"{cell['kl'][0]:.2g}",
             f"{cell['kl'][-1]:.2g}",
             _interval(cell["kl_slope"], "+.2g"),
+            f"{cell['fresh_kl']:.2g}" if "fresh_kl" in cell else "",
+            _interval(cell["accumulated"], "+.2g") if "accumulated" in cell else "",
         ]
         row += [*(f"{share:.1f}" for share in agreement)]
         row += [_interval(cell["agreement_slope"], "+.2f", 100)]
         row += [_interval(cell["free_change"]), f"{cell['parted']:,.0f}", f"{cell['distinct']:.1%}"]
         rows.append(row)
-    header = ["arm", "loss", "change", "KL, first", "last", "slope"]
+    header = ["arm", "loss", "change", "KL, first", "last", "slope", "last, fresh", "accumulated"]
     header += ["agreement %, first", "last", "slope"]
     return table([*header, "own output: loss", "parts at", "distinct"], rows)
 

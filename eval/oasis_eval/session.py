@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,16 +33,16 @@ def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
     return out.logits[:, -1]
 
 
-def read(model: Any, ids: Tensor) -> OasisCache:
+def read(model: Any, ids: Tensor, exact: bool = False) -> OasisCache:
     """Reads `ids` `[rows, tokens]` densely; in pieces on a CPU, where they would take memory.
 
-    A GPU reads in TF32 where the model is in float32: all arms continue the same keys and values,
-    and every decoded token is computed in full float32.
+    Unless `exact`, a GPU reads in TF32 where the model is in float32: all arms continue the same
+    keys and values, and every decoded token is computed in full float32.
     """
     # It is never decoded with: the smallest working set there is.
     base = OasisCache(model, index="streaming", on_miss="skip", budget=16, head_room=1.0)
     pieces = [ids] if model.device.type == "cuda" else ids.split(PREFILL_CHUNK, dim=1)
-    with _tf32():
+    with nullcontext() if exact else _tf32():
         for piece in pieces:
             feed(model, base, piece)
     return base
@@ -98,12 +98,13 @@ class Session:
     Args:
         model: the model, with its attention set to "oasis".
         ids: `[rows][tokens]` all of the prompts but their last token.
+        exact: whether a GPU reads them in the model's full precision.
     """
 
-    def __init__(self, model: Any, ids: list[list[int]]) -> None:
+    def __init__(self, model: Any, ids: list[list[int]], exact: bool = False) -> None:
         self.model, self.ids = model, torch.tensor(ids)
         started = time.perf_counter()
-        self.base = read(model, self.ids)
+        self.base = read(model, self.ids, exact)
         offloaded = all(isinstance(layer, OasisLayer) for layer in self.base.layers)
         self.held = histories(self.base) if offloaded else None
         self.seconds = time.perf_counter() - started

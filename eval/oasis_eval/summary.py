@@ -47,7 +47,9 @@ def drift_cells(records: list[Record]) -> Cells:
         Means over samples by window of "kl", "agreement" and "loss", and of "free", the loss of the
         arm's own output under dense attention; as estimates "kl_slope" and "agreement_slope", each
         per 1,000 tokens, and "change" and "free_change", the paired differences of the losses to
-        dense; "parted", the median token where outputs part; "distinct", a share of 4-grams.
+        dense; "fresh_kl", that of the last window behind a dense reading of all before it, and
+        "accumulated", the paired difference of the last window's KL to it, where they were taken;
+        "parted", the median token where outputs part; "distinct", a share of 4-grams.
     """
     dense = {place(record): record for record in records if record["arm"] == DENSE.name}
     cells = []
@@ -69,6 +71,10 @@ def drift_cells(records: list[Record]) -> Cells:
             if pairs:
                 own, true = np.mean([[side[name] for side in pair] for pair in pairs], -1).T
                 cell[key] = asdict(paired(own.tolist(), true.tolist()))
+        if "fresh_kl" in windows[0]:
+            fresh = [window["fresh_kl"] for window in windows]
+            cell["fresh_kl"] = float(np.mean(fresh))
+            cell["accumulated"] = asdict(paired([window["kl"][-1] for window in windows], fresh))
         # An output that never parts has parted after its end.
         parted = [w["steps"] if w["parted"] is None else w["parted"] for w in windows]
         cell["parted"] = float(np.median(parted))

@@ -77,6 +77,8 @@ class Choices:
         policies: "skip", "fetch" or a share of the attention.
         caps: values of `fetch_cap`; the base case's is 0.05 where that is among them.
         compile: whether to compile the model's own work.
+        block_sizes: tokens per block; those after the first are measured with every budget and
+            policy, as what fits a large budget may not fit a small one.
 
     Raises:
         ValueError: an option has no value, or a cap is none or would change nothing.
@@ -87,6 +89,7 @@ class Choices:
     policies: tuple[str | float, ...] = ("skip", "fetch")
     caps: tuple[str | float | None, ...] = (DEFAULT_CAP,)
     compile: tuple[bool, ...] = (False, True)
+    block_sizes: tuple[int, ...] = (OasisConfig.block_size,)
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
@@ -94,6 +97,8 @@ class Choices:
                 raise ValueError(f"{name}: got no value, expected at least one")
         for cap in self.caps:
             OasisConfig(fetch_cap=cap)
+        for size in self.block_sizes:
+            OasisConfig(budget=min(self.budgets), block_size=size)
         if len(self.caps) > 1 and self.policies[0] == "fetch":
             raise ValueError(
                 f"caps: got {len(self.caps)} of them beside the policy 'fetch', which fetches "
@@ -114,6 +119,8 @@ class Choices:
             "fetch_cap": self.base_cap,
             "compile": self.compile[0],
         }
+        if self.block_sizes != (OasisConfig.block_size,):
+            base["block_size"] = self.block_sizes[0]
         others: dict[str, tuple[Any, ...]] = {
             "on_miss": self.policies[1:],
             "fetch_cap": tuple(cap for cap in self.caps if cap != self.base_cap),
@@ -122,6 +129,12 @@ class Choices:
             "compile": self.compile[1:],
         }
         changed = [base | {name: value} for name, values in others.items() for value in values]
+        changed += [
+            options | {"block_size": size}
+            for size in self.block_sizes[1:]
+            for options in (base, *changed)
+            if all(options[name] == base[name] for name in ("index", "fetch_cap", "compile"))
+        ]
         return [_without_false(options) for options in (base, *changed)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ..config import DEFAULT_CAP
+from ..config import DEFAULT_CAP, OasisConfig
 
 
 def bench(
@@ -27,6 +27,10 @@ def bench(
     budgets: str = typer.Option("2048,512", help="Budgets; the first is that of the base case."),
     indexes: str = typer.Option("keys2bit,minmax", help="Indexes, the base case's first."),
     policies: str = typer.Option("skip,fetch", help="Miss policies, the base case's first."),
+    block_sizes: str = typer.Option(
+        str(OasisConfig.block_size),
+        help="Tokens per block, the base case's first; the others with every budget and policy.",
+    ),
     caps: str = typer.Option(
         f"{DEFAULT_CAP:g}",
         help=f"Values of fetch_cap: shares, none, auto, or 0 for no lookahead; the base case has "
@@ -73,6 +77,7 @@ def bench(
             policies=tuple(_policy(policy) for policy in _words(policies)),
             caps=tuple(_cap(cap) for cap in _words(caps)),
             compile=tuple(_switch(word) for word in _words(compiles)),
+            block_sizes=tuple(int(size) for size in _words(block_sizes)),
         )
         shares = [share if share == LOOKUP else float(share) for share in _words(acceptance)]
         if quick and sizes:
@@ -149,7 +154,10 @@ def line(row: dict[str, Any]) -> str:
     if "arm" not in row:
         return _examined(row)
     options = row["options"]
-    words = [str(v) for name, v in options.items() if name not in ("compile", "fetch_cap")]
+    apart = ("compile", "fetch_cap", "block_size")
+    words = [str(v) for name, v in options.items() if name not in apart]
+    if "block_size" in options:
+        words.append(f"block {options['block_size']}")
     if options.get("fetch_cap", DEFAULT_CAP) != DEFAULT_CAP:
         words.append(f"cap {str(options['fetch_cap']).lower()}")
     if options.get("compile"):
