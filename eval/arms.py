@@ -16,6 +16,7 @@ from torch import Tensor
 
 from oasis_eval.session import attended, dense_copy, feed
 from oasis_hf import OasisCache
+from oasis_hf.config import BLOCK
 
 FETCH_CAP = 0.05
 PREFILL_CHUNK = 512
@@ -46,6 +47,8 @@ class Arm:
             "on_miss": miss,
             "budget": self.budget,
             "fetch_cap": FETCH_CAP,
+            # The same for all indexes.
+            "block_size": BLOCK,
         }
 
 

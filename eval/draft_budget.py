@@ -21,6 +21,7 @@ from oasis_eval.environment import describe
 from oasis_eval.intervals import bootstrap
 from oasis_eval.texts import read_text
 from oasis_hf import OasisCache
+from oasis_hf.config import BLOCK
 from oasis_hf.generation import Speculation, generate
 from oasis_hf.packaged import load, smollm2
 
@@ -46,7 +47,7 @@ def main(
         for row in prompts.split(1):
             cache = DynamicCache(config=draft.config)
             if budget is not None:
-                cache = OasisCache(draft, budget=budget)
+                cache = OasisCache(draft, budget=budget, block_size=BLOCK)
             output = generate(
                 model,
                 row,

@@ -16,7 +16,7 @@ import typer
 from summary import wilson
 
 from oasis_eval.summary import OVERALL, reads_tf32
-from oasis_hf.config import DEFAULT_CAP
+from oasis_hf.config import BLOCK, DEFAULT_CAP
 
 FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
@@ -32,7 +32,7 @@ CACHES = {
     "static": "StaticCache, CUDA graph",
     "offloaded": "DynamicCache, offloaded",
 }
-SOURCES = {"bench-caps": "bench-caps", "bench-drafts": "bench-lookahead"}
+SOURCES = {"bench-drafts": "bench-lookahead"}
 """Results of the tables that are not called like their file."""
 
 MISSES = {"fetch": "fetched", "skip": "skipped"}
@@ -309,6 +309,28 @@ def bench_caps(results: dict[str, Any]) -> str:
     return "\n\n".join([table([*header, "overlap"], lines), note])
 
 
+def bench_blocks(results: dict[str, Any]) -> str:
+    """Milliseconds per decode step over the size of blocks, by size, budget and policy."""
+    rows = _oasis_rows(results)
+    blocks = list(dict.fromkeys(row["options"]["block_size"] for row in rows))
+    cases: dict[tuple[str, int, str], dict[int, str]] = {}
+    for row in sorted(rows, key=lambda row: _place(row, rows)):
+        options = row["options"]
+        case = (_size(row), options["budget"], options["on_miss"])
+        shown = f"{row['ms_p50']:.2f} ({100 * row['stats']['hit_rate']:.1f} %)"
+        cases.setdefault(case, {})[options["block_size"]] = shown
+    lines = (
+        [size, f"{budget:,}", _miss(miss), *(found.get(block, "") for block in blocks)]
+        for (size, budget, miss), found in cases.items()
+    )
+    header = ["case", "budget", "a missing block is", *(f"blocks of {block}" for block in blocks)]
+    note = (
+        "Milliseconds per step, median (percent of the wanted blocks that are resident when it "
+        f"begins). {_bench_machine(results)}"
+    )
+    return "\n\n".join([table(header, lines), note])
+
+
 def bench_drafts(results: dict[str, Any]) -> str:
     """Tokens per second of rounds with drafts, beside plain steps of the same options."""
     rows = _oasis_rows(results)
@@ -408,39 +430,58 @@ def mass(results: dict[str, Any]) -> str:
 
 
 def accuracy(results: dict[str, Any]) -> str:
-    """Scores over all tasks and paired differences to dense attention, by arm and budget."""
-    about, cells = results["about"], results["scores"]
-    cells = [cell for cell in cells if cell["task"] == OVERALL]
+    """Scores over all tasks and paired differences to dense, by arm and budget, for each context."""
+    cells = [cell for cell in results["scores"] if cell["task"] == OVERALL]
     tasks = list(dict.fromkeys(c["task"] for c in results["scores"] if c["task"] != OVERALL))
+    contexts = dict.fromkeys(cell["context"] for cell in cells)
+    parts = [
+        _accuracies([cell for cell in cells if cell["context"] == context], tasks)
+        for context in contexts
+    ]
+    return "\n\n".join([*parts, _accuracy_note(results["about"])])
+
+
+def _accuracies(cells: Cells, tasks: list[str]) -> str:
+    """One context: a row for each index, size of blocks and policy, a column for each budget."""
     dense = next(cell for cell in cells if cell["arm"] == "dense")
-    found: dict[tuple[str, str], dict[int, str]] = {}
+    found: dict[tuple[str, str, int], dict[int, str]] = {}
     for cell in cells:
         index, _, rest = cell["arm"].partition("/")
-        if rest and "=" not in rest:
-            miss, budget = rest.split("/")
-            found.setdefault((index, miss), {})[int(budget)] = _score(cell)
-    order = list(LABELS)
-    arms = sorted(found, key=lambda arm: (order.index(arm[0]), arm[1] == "skip"))
+        miss, _, rest = rest.partition("/")
+        budget, _, options = rest.partition("/block_size=")
+        if budget.isdecimal():
+            block = int(options or BLOCK)
+            found.setdefault((index, miss, block), {})[int(budget)] = _score(cell)
+    order, sizes = list(LABELS), {block for _, _, block in found}
+    arms = sorted(found, key=lambda arm: (order.index(arm[0]), arm[1] == "skip", -arm[2]))
     budgets = sorted({budget for cells in found.values() for budget in cells})
     lines = (
-        [LABELS[index], _miss(miss), *(found[index, miss].get(b, "") for b in budgets)]
-        for index, miss in arms
+        [
+            LABELS[index],
+            *([f"{block}"] if len(sizes) > 1 else []),
+            _miss(miss),
+            *(found[index, miss, block].get(budget, "") for budget in budgets),
+        ]
+        for index, miss, block in arms
     )
-    header = ["blocks ranked by", "a missing block is", *(f"{b:,}" for b in budgets)]
+    header = ["blocks ranked by", *(["of tokens"] if len(sizes) > 1 else []), "a missing block is"]
     names = ", ".join(f"`{task}`" for task in tasks)
     title = (
         f"**{dense['context']:,} tokens**: percent right over {names}; dense attention "
         f"{100 * dense['mean']:.1f} ({100 * dense['low']:.0f} to {100 * dense['high']:.0f})."
     )
+    return title + "\n\n" + table([*header, *(f"{b:,}" for b in budgets)], lines)
+
+
+def _accuracy_note(about: dict[str, Any]) -> str:
     tf32 = " (prompts read in TF32)" if reads_tf32(about) else ""
-    note = (
+    return (
         f"In brackets: the difference to dense attention on the same samples, with its 95 % "
         f"bootstrap interval. {about['config']['samples']} samples a task, text "
         f"'{about['text']}'. {about['model']}, {about['dtype']}{tf32}, greedy; {about['device']}, "
         f"torch {about['versions']['torch']}, Transformers {about['versions']['transformers']}, "
         f"{about['date']}."
     )
-    return "\n\n".join([title, table(header, lines), note])
 
 
 def _score(cell: dict[str, Any]) -> str:
@@ -554,9 +595,12 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "needles": needles,
     "needles-mass": mass,
     "smollm2-8k": accuracy,
+    "smollm2-blocks": accuracy,
     "retrieval": accuracy,
     "bench": bench,
+    "bench-blocks": bench_blocks,
     "bench-caps": bench_caps,
+    "bench-caps-32": bench_caps,
     "bench-drafts": bench_drafts,
     "lookahead": lookahead,
 }

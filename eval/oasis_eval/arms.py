@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from oasis_hf.config import DEFAULT_CAP, INDEX_NAMES, OasisConfig
+from oasis_hf.config import BLOCK, DEFAULT_CAP, INDEX_NAMES, OasisConfig
 from oasis_hf.index import index_class
 
 FORM = "expected dense, or INDEX/MISS/BUDGET[/OPTION=VALUE...], such as keys2bit/fetch/256"
@@ -72,8 +72,9 @@ def parse(name: str) -> Arm:
 
     The index is one of the library's, or "module:Class" of your own. MISS is fetch, skip, or a
     share of the attention. "fetch" attends to just what the index chooses: it shows the selection
-    itself, whatever moving blocks would cost. `fetch_cap` is 0.05 unless given: the cache's own
-    default follows the machine, and answers must not. "dense/bfloat16" is dense attention in
+    itself, whatever moving blocks would cost. Unless given, `fetch_cap` is 0.05 and `block_size`
+    16: the cache's own default follows the machine, which answers must not, and the index, which
+    hides what indexes are worth. "dense/bfloat16" is dense attention in
     another type.
 
     Raises:
@@ -88,7 +89,7 @@ def parse(name: str) -> Arm:
         raise ValueError(f"arms: got {name!r}, {FORM}")
     index, miss, budget, *more = parts
     options: dict[str, Any] = {"index": _index(index), "on_miss": yaml.safe_load(miss)}
-    options["fetch_cap"] = DEFAULT_CAP
+    options |= {"fetch_cap": DEFAULT_CAP, "block_size": BLOCK}
     for text in (f"budget={budget}", *more):
         key, equals, value = text.partition("=")
         if not equals or key not in OasisConfig.fields():

@@ -80,7 +80,7 @@ def replay(layer: Layer, config: OasisConfig) -> Replayed:
     # In float32 one layer at a time: all of them would not fit beside a long context.
     query, keys, scaling = layer[0].float(), layer[1].float(), layer[2]
     heads, length, _ = keys.shape
-    steps, block, wanted = query.shape[1], config.block_size, config.budget_blocks
+    steps, block, wanted = query.shape[1], config.block_tokens, config.budget_blocks
     rows = query.unflatten(0, (heads, -1)) * scaling
     index = _index(config, keys)
     slots = int(config.head_room * wanted)
@@ -127,7 +127,7 @@ def _recall(mass: Tensor, attended: Tensor, wanted: int) -> Tensor:
 
 def _index(config: OasisConfig, keys: Tensor) -> Index:
     """The index over all full groups of the keys."""
-    block = config.block_size
+    block = config.block_tokens
     index = index_class(config.index)(block, config.budget_blocks, config.reduction, OPS)
     group = index.group_tokens(block)
     full = keys.shape[1] // group

@@ -123,7 +123,7 @@ class Session:
     def _borrowing(self, arm: Arm) -> OasisCache:
         """A cache over the host memory of what was read."""
         assert self.held is not None
-        if OasisConfig(**arm.options).block_size != self.base.oasis_config.block_size:
+        if OasisConfig(**arm.options).block_tokens != self.base.oasis_config.block_tokens:
             return self.base.fork(**(DEFAULTS | arm.options))
         cache = OasisCache(self.model, **arm.options)
         if any(not isinstance(layer, OasisLayer) for layer in cache.layers):
@@ -213,7 +213,7 @@ def counts(cache: Any) -> dict[str, float]:
 def attended(cache: OasisCache, lengths: range) -> float:
     """Tokens attended to per KV head, the tail included, mean over steps at these lengths."""
     config = cache.oasis_config
-    group = index_class(config.index).group_tokens(config.block_size)
+    group = index_class(config.index).group_tokens(config.block_tokens)
     total = 0
     for length in lengths:
         stored = max(0, length - config.recent_tokens) // group * group

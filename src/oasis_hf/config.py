@@ -13,6 +13,10 @@ VERIFICATIONS = ("shared", "exact")
 DEFAULT_CAP = 0.05
 """Share of the budget that `fetch_cap="auto"` admits per head and step where it knows no link: the
 paper's choice."""
+BLOCK, FINEST_BLOCK = 16, 4
+"""Tokens per block: the usual, and the fewest that `block_size="auto"` takes."""
+FINE_BLOCKS = 64
+"""Blocks of budget that `block_size="auto"` makes at least, where finer blocks cost no index."""
 
 
 class OasisConfigError(ValueError):
@@ -24,8 +28,11 @@ class OasisConfig:
     """Choices of a cache. All token counts are per KV head.
 
     Attributes:
-        budget: tokens attended to besides the tail; a multiple of `block_size`.
-        block_size: tokens per block, the unit of choosing and moving; a power of two.
+        budget: tokens attended to besides the tail; a multiple of the block size.
+        block_size: tokens per block, the unit of choosing and moving; a power of two. "auto" is 16,
+            or where the index is "keys2bit" and on_miss "fetch", as fine as makes 64 blocks of the
+            budget, 4 at the least: finer blocks hold more of the attention at the same budget, of
+            such an index and slots of the same size; they take longer to rank and to move.
         head_room: resident slots per block of budget, at least 1. Slots beyond the budget only
             cache: they make a block that comes back free of a transfer.
         sink_tokens: first tokens of the context, always chosen (rounded up to blocks).
@@ -54,7 +61,7 @@ class OasisConfig:
     """
 
     budget: int = 2048
-    block_size: int = 16
+    block_size: int | str = "auto"
     head_room: float = 2.0
     sink_tokens: int = 16
     recent_tokens: int = 32
@@ -80,16 +87,18 @@ class OasisConfig:
         self._check_choices()
 
     def _check_counts(self) -> None:
-        for name in ("budget", "block_size", "sink_tokens", "recent_tokens", "max_rows"):
+        for name in ("budget", "sink_tokens", "recent_tokens", "max_rows"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise OasisConfigError(f"{name}: got {value!r}, expected a whole number of tokens")
-        size = self.block_size
-        if size < 1 or size & (size - 1):
+        given = self.block_size
+        whole = isinstance(given, int) and not isinstance(given, bool)
+        if given != "auto" and (not whole or given < 1 or given & (given - 1)):  # type: ignore
             raise OasisConfigError(
-                f"block_size: got {size}, expected a power of two such as 16; smaller blocks "
-                "choose finer and transfer less efficiently"
+                f"block_size: got {given!r}, expected 'auto' or a power of two such as 16; smaller "
+                "blocks choose finer and transfer less efficiently"
             )
+        size = self.block_tokens
         if self.budget < size:
             raise OasisConfigError(
                 f"budget: got {self.budget} tokens, expected at least one block of {size}; raise "
@@ -98,8 +107,8 @@ class OasisConfig:
         if self.budget % size:
             low = self.budget // size * size
             raise OasisConfigError(
-                f"budget: got {self.budget}, expected a multiple of block_size {size}; use {low} "
-                f"or {low + size}"
+                f"budget: got {self.budget}, expected a multiple of the block size {size}; use "
+                f"{low} or {low + size}"
             )
         if not 0 <= self.sink_tokens <= self.budget:
             raise OasisConfigError(
@@ -182,9 +191,19 @@ class OasisConfig:
                 )
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens per block: `block_size`, or what "auto" comes to."""
+        if not isinstance(self.block_size, str):
+            return self.block_size
+        if self.index != "keys2bit" or self.on_miss != "fetch":
+            return BLOCK
+        size = max(1, self.budget // FINE_BLOCKS)
+        return min(BLOCK, max(FINEST_BLOCK, 1 << size.bit_length() - 1))
+
+    @property
     def budget_blocks(self) -> int:
         """K, blocks attended to per KV head."""
-        return self.budget // self.block_size
+        return self.budget // self.block_tokens
 
     @property
     def cap_blocks(self) -> int:

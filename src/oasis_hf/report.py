@@ -41,7 +41,7 @@ def summarise(cache: OasisCache) -> CacheStats:
         sparse_layers=len(cache.offloaded),
         native_layers=len(native),
         budget_tokens=config.budget,
-        resident_tokens=layers[0].geometry.slots * config.block_size if layers else 0,
+        resident_tokens=layers[0].geometry.slots * config.block_tokens if layers else 0,
         steps=steps,
         hit_rate=sums["hits"] / wanted,
         fetched_now=sums["now"] / wanted,

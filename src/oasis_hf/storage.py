@@ -54,8 +54,8 @@ class LayerStorage:
             k_dim=key.shape[-1],
             v_dim=value.shape[-1],
             itemsize=key.element_size(),
-            block=config.block_size,
-            group=index.group_tokens(config.block_size),
+            block=config.block_tokens,
+            group=index.group_tokens(config.block_tokens),
             budget=config.budget,
             head_room=config.head_room,
             recent=config.recent_tokens,
@@ -68,7 +68,7 @@ class LayerStorage:
         self.pool = ResidentPool(*shape, device, self.ops)
         self.tail = Tail(*shape, device, self.ops)
         self.residency = Residency(self.geometry, self.batch_size, device, self.ops)
-        self.index = index(config.block_size, config.budget_blocks, config.reduction, self.ops)
+        self.index = index(config.block_tokens, config.budget_blocks, config.reduction, self.ops)
         self.index.allocate(self.batch_size, heads, key)
         self.lengths = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self.committed = torch.zeros_like(self.lengths)

@@ -9,10 +9,11 @@ from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
 from ..compat import cache_kwarg
-from ..config import DEFAULT_CAP
+from ..config import BLOCK, DEFAULT_CAP, FINEST_BLOCK
 
 CHECKS: dict[str, dict[str, Any]] = {
-    "keys2bit": {"on_miss": "fetch"},
+    "keys2bit": {"on_miss": "fetch", "block_size": BLOCK},
+    "keys2bit-fine": {"on_miss": "fetch", "block_size": FINEST_BLOCK},
     # Engines agree on what they fetch only under the same cap.
     "keys2bit-skip": {"on_miss": "skip", "fetch_cap": DEFAULT_CAP},
     "minmax": {"index": "minmax", "on_miss": "fetch"},

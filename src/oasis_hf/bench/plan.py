@@ -89,7 +89,7 @@ class Choices:
     policies: tuple[str | float, ...] = ("skip", "fetch")
     caps: tuple[str | float | None, ...] = (DEFAULT_CAP,)
     compile: tuple[bool, ...] = (False, True)
-    block_sizes: tuple[int, ...] = (OasisConfig.block_size,)
+    block_sizes: tuple[int | str, ...] = (OasisConfig.block_size,)
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from ..cache import OasisCache
 from ..compat import weight_bytes
+from ..config import BLOCK
 from .arms import Step, fill, step_of
 from .ceilings import measure
 from .drafts import draft_rounds
@@ -185,7 +186,7 @@ def run(
     refused = ""
     if any(case.compiled for case in cases):
         try:
-            record["gate"]["compiled"] = largest_difference(tiny, {}, COMPILED)
+            record["gate"]["compiled"] = largest_difference(tiny, {"block_size": BLOCK}, COMPILED)
         except Exception as error:
             refused = record["gate_error"] = _said(error)
     record["ceilings"] = measure()

@@ -29,7 +29,8 @@ def bench(
     policies: str = typer.Option("skip,fetch", help="Miss policies, the base case's first."),
     block_sizes: str = typer.Option(
         str(OasisConfig.block_size),
-        help="Tokens per block, the base case's first; the others with every budget and policy.",
+        help="Tokens per block, or auto; the base case's first, the others with every budget and "
+        "policy.",
     ),
     caps: str = typer.Option(
         f"{DEFAULT_CAP:g}",
@@ -77,7 +78,7 @@ def bench(
             policies=tuple(_policy(policy) for policy in _words(policies)),
             caps=tuple(_cap(cap) for cap in _words(caps)),
             compile=tuple(_switch(word) for word in _words(compiles)),
-            block_sizes=tuple(int(size) for size in _words(block_sizes)),
+            block_sizes=tuple(_block(word) for word in _words(block_sizes)),
         )
         shares = [share if share == LOOKUP else float(share) for share in _words(acceptance)]
         if quick and sizes:
@@ -115,6 +116,10 @@ def _words(text: str) -> list[str]:
 
 def _policy(text: str) -> str | float:
     return text if text in ("skip", "fetch") else float(text)
+
+
+def _block(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _cap(text: str) -> str | float | None:

@@ -13,6 +13,7 @@ import transformers
 from transformers import DynamicCache
 
 from ..cache import OasisCache
+from ..config import BLOCK
 from .drafts import Drafter, early_exit, prompt_lookup, right
 from .record import generate, generate_at_once, read, rounds_of
 from .recording import Recording, Run
@@ -136,7 +137,7 @@ def _decode(name: str, model: Any, cache: Any, ids: list[int], context: int, set
             rounds = rounds_of(ids, context, probe=right(ids))
     if name != "sparse":
         return generate_at_once(model, ids, context, rounds, cache)
-    sparse = OasisCache(model, budget=setup.sparse_budget)
+    sparse = OasisCache(model, budget=setup.sparse_budget, block_size=BLOCK)
     adopt(sparse, cache)
     return generate(model, ids, islice(rounds, SPARSE_ROUNDS), sparse)
 
