@@ -1,38 +1,20 @@
 """One layer of the cache: Transformers' contract over store, pool, tail, index and residency."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .ahead import ReadAhead
 from .compat import CacheLayerMixin
 from .config import OasisConfig
-from .dense import dense_attention
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .link import Allowance
-from .storage import LayerStorage
+from .prompts import PromptLayer
 
 
-@dataclass
-class _Rows:
-    """The tokens of the forward in progress.
-
-    Attributes:
-        dense: whether they attend to everything (a prompt).
-        before: tokens of each sequence before them; host numbers, dense only.
-        positions: `[B, T]` their positions, sparse only.
-    """
-
-    dense: bool
-    before: list[int]
-    positions: Tensor | None
-
-
-class OasisLayer(LayerStorage, CacheLayerMixin):
+class OasisLayer(PromptLayer, CacheLayerMixin):
     """Full attention of one model layer, offloaded and attended to sparsely.
 
     Args:
@@ -43,10 +25,6 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         store_layers: offloaded layers from this one to the last, which take host memory together.
         allowance: what may be fetched in the background, shared by the cache's layers; by default
             what the config says without a link.
-
-    Attributes:
-        ahead: reads earlier tokens ahead of their use; shared by the layers of a cache.
-        following: the offloaded layer whose attention runs next.
     """
 
     is_sliding = False
@@ -69,8 +47,8 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         self.recording = False
         self.columns = 0
         self._dense, self._drafts = True, 0
-        self.ahead = ReadAhead()
-        self.following: OasisLayer | None = None
+        # `[B, T]` positions of the tokens of the forward in progress; None for a prompt.
+        self._rows: Tensor | None = None
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -78,6 +56,36 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         """Build the parts for K `[B, H, T, Dk]` and V `[B, H, T, Dv]` like these."""
         self.build(key_states, value_states)
         self.is_initialized = True
+
+    def adopt(
+        self,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor,
+        columns: int,
+        owner: "OasisLayer | None" = None,
+    ) -> None:
+        """Fill an empty layer with a saved history.
+
+        Args:
+            key: `[B, H, L, Dk]`; value `[B, H, L, Dv]`; no padding, zeros past a sequence's end.
+            lengths: `[B]` tokens of each sequence.
+            columns: tokens given, padding included.
+            owner: a layer that holds this history, with sequences of one length. Its host memory
+                is used as it is, and nothing copied: whatever this layer stores from now on goes
+                there too. The owner must not go on, and of several borrowers only the newest may.
+        """
+        self.lazy_initialization(key, value)
+        if owner is not None:
+            self.borrow(owner)
+        self.reserve(columns)
+        if owner is not None:
+            self.extend(key, value, None)
+            # From now on tokens may be taken back, and others stored in their place.
+            self.borrowed = 0
+            return
+        column = torch.arange(key.shape[2], device=self.device)
+        self.extend(key, value, column[None] < lengths[:, None].to(self.device))
 
     def get_seq_length(self) -> int:
         """Tokens given so far, padding included."""
@@ -163,10 +171,11 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         """
         if new:
             self.reserve(key.shape[2])
-        if self._dense and new and self._drafts:
-            return self._attend_prompt_and_drafts(query, key, value, valid, scaling)
         if self._dense:
-            return self._attend_dense(query, key, value, valid, scaling, new)
+            self._rows = None
+            if new and self._drafts:
+                return self._attend_prompt_and_drafts(query, key, value, valid, scaling)
+            return self.attend_dense(query, key, value, valid, scaling, new)
         if self.config.verification == "exact" and key.shape[2] > 1:
             if not new:
                 raise OasisUnsupportedError(
@@ -178,10 +187,10 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
         if new:
             self.unsettle()
             self.in_turn = False
-            self._rows = _Rows(False, [], self.engine.append(key, value, valid))
+            self._rows = self.engine.append(key, value, valid)
             self.fresh = self._fresh_after(key.shape[2])
-        assert self._rows.positions is not None
-        out = self.engine.attend(rows, self._rows.positions[:, -rows.shape[3] :], scaling)
+        assert self._rows is not None
+        out = self.engine.attend(rows, self._rows[:, -rows.shape[3] :], scaling)
         self.cold = False
         return out.flatten(1, 2)
 
@@ -210,7 +219,7 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
             states.tensor_split([first], 2) for states in (query, key, value)
         )
         real, drafted = (None, None) if valid is None else valid.tensor_split([first], 1)
-        prompt = self._attend_dense(q, k, v, real, scaling, True)
+        prompt = self.attend_dense(q, k, v, real, scaling, True)
         verified = self._attend_in_turn(drafted_q, drafted_k, drafted_v, drafted, scaling)
         return torch.cat([prompt, verified], 2)
 
@@ -224,99 +233,6 @@ class OasisLayer(LayerStorage, CacheLayerMixin):
     def _fresh_after(self, rows: int) -> int:
         """`fresh` once a step of `rows` columns has run; no group takes recent tokens with it."""
         return min(self.fresh, self.config.recent_tokens) + rows
-
-    # ---- prompts: dense, host numbers allowed --------------------------------------------------
-
-    def _attend_dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        scaling: float,
-        new: bool,
-    ) -> Tensor:
-        if new:
-            self._rows = _Rows(True, list(self.settled()[0]), None)
-        if valid is None and not any(self._rows.before):
-            out = dense_attention(query, key, value, None, scaling)
-        else:
-            out = self._by_sequence(query, key, value, valid, scaling, new)
-        if new:
-            self.extend(key, value, valid)
-        return out
-
-    def _by_sequence(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        scaling: float,
-        new: bool,
-    ) -> Tensor:
-        """Attend to all earlier tokens, one sequence at a time and without its padding."""
-        out = query.new_zeros(*query.shape[:3], value.shape[-1])
-        before = self._rows.before
-        for row, old in enumerate(before):
-            q, k, v = query[row : row + 1], key[row : row + 1], value[row : row + 1]
-            real = None if valid is None else valid[row]
-            if real is not None:
-                asked = real[-q.shape[2] :]
-                q, k, v = q[:, :, asked], k[:, :, real], v[:, :, real]
-            rows = k.shape[2]
-            if not q.shape[2]:
-                continue
-            if old:
-                all_k, all_v = self.ahead.take(self, row, old, rows)
-                if valid is None and new:
-                    self._ask_next(row, before)
-                all_k[:, :, old:], all_v[:, :, old:] = k, v
-                k, v = all_k, all_v
-            found = dense_attention(q, k, v, None, scaling)
-            if real is None:
-                out[row : row + 1] = found
-            else:
-                out[row : row + 1, :, asked] = found
-        return out
-
-    def _ask_next(self, row: int, before: list[int]) -> None:
-        """Have the next sequence's tokens, or the next layer's, come while this is attended to."""
-        after = self.following
-        if row + 1 < len(before):
-            self.ahead.start(self, row + 1, before[row + 1])
-        elif after is not None and after.is_initialized and after.device == self.device:
-            self.ahead.start(after, 0, before[0])
-
-    def adopt(
-        self,
-        key: Tensor,
-        value: Tensor,
-        lengths: Tensor,
-        columns: int,
-        owner: "OasisLayer | None" = None,
-    ) -> None:
-        """Fill an empty layer with a saved history.
-
-        Args:
-            key: `[B, H, L, Dk]`; value `[B, H, L, Dv]`; no padding, zeros past a sequence's end.
-            lengths: `[B]` tokens of each sequence.
-            columns: tokens given, padding included.
-            owner: a layer that holds this history, with sequences of one length. Its host memory
-                is used as it is, and nothing copied: whatever this layer stores from now on goes
-                there too. The owner must not go on, and of several borrowers only the newest may.
-        """
-        self.lazy_initialization(key, value)
-        if owner is not None:
-            self.borrow(owner)
-        self.reserve(columns)
-        if owner is not None:
-            self.extend(key, value, None)
-            # From now on tokens may be taken back, and others stored in their place.
-            self.borrowed = 0
-            return
-        column = torch.arange(key.shape[2], device=self.device)
-        self.extend(key, value, column[None] < lengths[:, None].to(self.device))
 
     # ---- cache operations: every part, always --------------------------------------------------
 

@@ -12,6 +12,13 @@ no data-dependent shape.
 import torch
 from torch import Tensor
 
+from .encodings import (  # noqa: F401 - operations of this backend, as those below
+    dequantize_keys_2bit,
+    floats,
+    quantize_keys_2bit,
+    to_float8,
+)
+
 NEG_INF = float("-inf")
 LEAST_SHARE = 0x30000000  # 2**-31, as the bits of a float32.
 
@@ -66,55 +73,6 @@ def gather_blocks(table: Tensor, blocks: Tensor) -> Tensor:
 def scatter_blocks(table: Tensor, blocks: Tensor, rows: Tensor) -> None:
     """Write `rows` `[B, H, m, F]` at `blocks` `[B, H, m]` of `table` `[B, H, N, F]`, in place."""
     table.scatter_(2, blocks[..., None].expand(-1, -1, -1, table.shape[3]), rows)
-
-
-def to_float8(x: Tensor, up: bool) -> Tensor:
-    """Bytes of 8-bit floats (e4m3, without subnormals) that bound `x` from above, or from below.
-
-    Every number has an exponent of its own, so none is coarse because another is large. Beyond
-    +-448, bounds are +-448.
-    """
-    bits = x.float().view(torch.int32)
-    negative, size = bits < 0, bits & 0x7FFFFFFF
-    away = negative != up
-    # Three bits of mantissa; the exponent is counted from 2**-7.
-    short = (torch.where(away, size + 0xFFFFF, size) >> 20) - (120 << 3)
-    least = torch.where(away & (size > 0), 8, 0)
-    short = torch.where(short < 8, least, short.clamp(max=126))
-    return (short | torch.where(negative, 128, 0)).to(torch.uint8)
-
-
-def floats(x: Tensor) -> Tensor:
-    """float32 of what an index stores: of bytes the 8-bit floats that they are."""
-    return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float()
-
-
-def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Two bits per key element, asymmetric, per channel over one group of tokens.
-
-    The range is stored as (lowest, step), so that lowest and lowest + 3 * step bound the group: the
-    same two numbers serve as the coarse min/max level at no extra bytes.
-
-    Args:
-        keys: `[..., g, D]`, D a multiple of 4.
-
-    Returns:
-        codes `[..., g, D / 4]` uint8 (byte j holds channels j, j + D/4, j + D/2, j + 3D/4, lowest
-        bits first), lowest `[..., D]` and step `[..., D]` in the dtype of `keys`.
-    """
-    lowest = keys.amin(-2)
-    step = ((keys.amax(-2).float() - lowest.float()) * (1 / 3)).to(keys.dtype)
-    scale = torch.where(step > 0, step, torch.ones_like(step)).float()
-    offset = keys.float() - lowest.float().unsqueeze(-2)
-    code = (offset / scale.unsqueeze(-2) + 0.5).floor().clamp(0, 3).to(torch.uint8)
-    c0, c1, c2, c3 = code.chunk(4, -1)
-    return c0 | (c1 << 2) | (c2 << 4) | (c3 << 6), lowest, step
-
-
-def dequantize_keys_2bit(codes: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
-    """Inverse of `quantize_keys_2bit`, in float32: `[..., g, D]`."""
-    code = torch.cat([(codes >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
-    return code.float() * step.float().unsqueeze(-2) + lowest.float().unsqueeze(-2)
 
 
 def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def _admit(
 
 @triton.jit
 def _float8(x, UP: tl.constexpr):
-    """Bytes of 8-bit floats that bound float32 `x`: see `to_float8` of the reference."""
+    """Bytes of 8-bit floats that bound float32 `x`: see `encodings.to_float8`."""
     bits = x.to(tl.int32, bitcast=True)
     negative, size = bits < 0, bits & 0x7FFFFFFF
     away = negative != UP
