@@ -42,10 +42,10 @@ class Choice:
 
     @property
     def changes(self) -> str:
-        """What is not the default, in words; the budget is told apart."""
+        """What is not as in the plain choice, in words; the budget is told apart."""
         plain = Choice(budget=self.budget)
         changed = {k: v for k, v in vars(self).items() if v != getattr(plain, k)}
-        return ", ".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
+        return ", ".join(f"{name} {value}" for name, value in changed.items()) or "block_size 16"
 
     @property
     def config(self) -> OasisConfig:

@@ -1,8 +1,8 @@
-"""Prints the tables of the README from the results, or checks that the README has them.
+"""Prints the tables of the README and of DESIGN.md from the results, or checks that they are there.
 
 python eval/tables.py needles            # print
-python eval/tables.py needles --write    # put it between its markers in the README
-python eval/tables.py needles --check    # fail if the README has anything else there
+python eval/tables.py needles --write    # put it between its markers in the page
+python eval/tables.py needles --check    # fail if the page has anything else there
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from oasis_eval.summary import OVERALL, reads_tf32
 from oasis_hf.config import BLOCK, DEFAULT_CAP
 
 FOLDER = Path(__file__).parent
-README = FOLDER.parent / "README.md"
+README, DESIGN = (FOLDER.parent / name for name in ("README.md", "DESIGN.md"))
+PAGES = dict.fromkeys(("smollm2-blocks", "bench-blocks", "bench-caps", "bench-caps-32"), DESIGN)
+"""Where a table stands that is not in the README."""
 LABELS = {
     "keys2bit": "2-bit keys (`keys2bit`)",
     "minmax": "min/max of a block (`minmax`)",
@@ -430,7 +432,7 @@ def mass(results: dict[str, Any]) -> str:
 
 
 def accuracy(results: dict[str, Any]) -> str:
-    """Scores over all tasks and paired differences to dense, by arm and budget, for each context."""
+    """Scores over all tasks and differences to dense, by arm and budget, for each context."""
     cells = [cell for cell in results["scores"] if cell["task"] == OVERALL]
     tasks = list(dict.fromkeys(c["task"] for c in results["scores"] if c["task"] != OVERALL))
     contexts = dict.fromkeys(cell["context"] for cell in cells)
@@ -614,18 +616,18 @@ def between(text: str, name: str) -> tuple[int, int]:
     """
     begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
     if begin not in text or end not in text:
-        raise ValueError(f"README: expected the lines {begin.strip()} and {end.strip()}")
+        raise ValueError(f"page: expected the lines {begin.strip()} and {end.strip()}")
     return text.index(begin) + len(begin), text.index(end)
 
 
 def main(
     name: str = typer.Argument(help=f"One of {', '.join(RENDERERS)}."),
-    check: bool = typer.Option(False, help="Fail unless the README has exactly this table."),
-    write: bool = typer.Option(False, help="Put the table into the README."),
+    check: bool = typer.Option(False, help="Fail unless the page has exactly this table."),
+    write: bool = typer.Option(False, help="Put the table into the page."),
     results: Path | None = typer.Option(
         None, help="The JSON; eval/results/NAME.json or NAME/summary.json by default."
     ),
-    readme: Path = typer.Option(README),
+    page: Path | None = typer.Option(None, help="README.md, or for some tables DESIGN.md."),
 ) -> None:
     """Print, write or check one table."""
     folder = FOLDER / "results" / SOURCES.get(name, name)
@@ -634,12 +636,13 @@ def main(
     if not (check or write):
         print(text)
         return
-    page = readme.read_text(encoding="utf-8")
-    start, end = between(page, name)
+    path = page or PAGES.get(name, README)
+    whole = path.read_text(encoding="utf-8")
+    start, end = between(whole, name)
     if write:
-        readme.write_text(page[:start] + text + page[end:], encoding="utf-8")
-    elif page[start:end] != text:
-        print(f"README: its table differs; run: python eval/tables.py {name} --write")
+        path.write_text(whole[:start] + text + whole[end:], encoding="utf-8")
+    elif whole[start:end] != text:
+        print(f"{path.name}: its table differs; run: python eval/tables.py {name} --write")
         raise typer.Exit(1)
 
 

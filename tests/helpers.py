@@ -24,7 +24,7 @@ WINDOW = 40
 FEEDS_AGAIN = Version(transformers.__version__) < Version("5.23")
 """Whether `generate(prefill_chunk_size=...)` feeds a pre-filled cache its own tokens again."""
 
-FULL = {"budget": 256, "recent_tokens": 8}
+FULL = {"budget": 256, "recent_tokens": 8, "block_size": 16}
 """Covers prompt and new tokens; the short recent window lets a group leave the tail midway."""
 
 SMALL: dict[str, Any] = {

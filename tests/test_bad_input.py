@@ -58,12 +58,17 @@ def assert_goes_on(model: Any, cache: OasisCache, ids: torch.Tensor) -> None:
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "budget under one block": (
-        {"budget": 8},
+        {"budget": 8, "block_size": 16},
         ("budget: got 8", "at least one block of 16", "raise budget or lower block_size"),
     ),
     "budget between blocks": (
-        {"budget": 100},
+        {"budget": 100, "block_size": 16},
         ("budget: got 100", "multiple of block_size 16", "use 96 or 112"),
+    ),
+    "budget under the finest block": ({"budget": 3}, ("budget: got 3", "at least one block of 4")),
+    "budget between fine blocks": (
+        {"budget": 516},
+        ("budget: got 516", "multiple of block_size 8", "use 512 or 520"),
     ),
     "block size no power of two": (
         {"block_size": 24},
@@ -72,7 +77,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "block size zero": ({"block_size": 0}, ("block_size: got 0", "a power of two")),
     "fractional budget": ({"budget": 2048.0}, ("budget: got 2048.0", "a whole number")),
     "budget as text": ({"budget": "2048"}, ("budget: got '2048'", "a whole number")),
-    "fractional block": ({"block_size": 16.0}, ("block_size: got 16.0", "a whole number")),
+    "fractional block": (
+        {"block_size": 16.0},
+        ("block_size: got 16.0", "'auto' or a power of two"),
+    ),
+    "block size in words": ({"block_size": "fine"}, ("block_size: got 'fine'", "expected 'auto'")),
     "truth for a count": ({"recent_tokens": True}, ("recent_tokens: got True", "a whole number")),
     "fractional rows": ({"max_rows": 4.5}, ("max_rows: got 4.5", "a whole number")),
     "no rows": ({"max_rows": 0}, ("max_rows: got 0", "expected 1 or more")),

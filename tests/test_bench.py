@@ -116,6 +116,20 @@ def test_caps_change_nothing_else() -> None:
         Choices(policies=("fetch", "skip"), caps=(0.05, 0.0))
 
 
+def test_sizes_of_blocks_meet_every_budget_and_policy() -> None:
+    choices = Choices(
+        (2048, 512), ("keys2bit", "minmax"), compile=(False, True), block_sizes=(16, "auto")
+    )
+    found = [case.options for case in plan([(1, 131072)], ["oasis"], choices, 3)]
+    base = BASE | {"block_size": 16}
+    changes: list[dict[str, Any]] = [{}, {"on_miss": "fetch"}, {"index": "minmax"}, {"budget": 512}]
+    fine = [{"block_size": "auto"} | change for change in changes if "index" not in change]
+    changed = [*changes, *fine, {"compile": True}]
+    assert found == [base | change for change in changed]
+    with pytest.raises(ValueError, match="block_size: got 24"):
+        Choices(block_sizes=(16, 24))
+
+
 # ---- drafts ------------------------------------------------------------------------------------
 
 
@@ -392,7 +406,8 @@ def test_compiled_cases_have_a_gate_of_their_own(monkeypatch: pytest.MonkeyPatch
     )
     assert "error" not in record["rows"][0]
     assert "logits differ by 3" in record["rows"][1]["error"]
-    assert set(record["gate"]) == {"keys2bit", "keys2bit-skip", "minmax", "minmax8"}
+    checks = {"keys2bit", "keys2bit-fine", "keys2bit-skip", "minmax", "minmax8"}
+    assert set(record["gate"]) == checks
 
 
 def test_background_fetches_are_set_beside_the_step_without_them() -> None:
@@ -702,8 +717,26 @@ def test_tables_are_checked_by_their_names(tmp_path: Path, monkeypatch: pytest.M
     command.command()(tables.main)
     for name in names:
         for option, code in (("--check", 1), ("--write", 0), ("--check", 0)):
-            ran = CliRunner().invoke(command, [name, "--readme", str(page), option])
+            ran = CliRunner().invoke(command, [name, "--page", str(page), option])
             assert ran.exit_code == code, ran.output
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        (page, name)
+        for page in (tables.README, tables.DESIGN)
+        for name in tables.RENDERERS
+        if f"<!-- {name}:begin -->" in page.read_text(encoding="utf-8")
+    ],
+    ids=lambda part: getattr(part, "stem", part),
+)
+def test_the_pages_have_the_tables_of_the_results(page: Path, name: str) -> None:
+    command = typer.Typer()
+    command.command()(tables.main)
+    ran = CliRunner().invoke(command, [name, "--check"])
+    assert ran.exit_code == 0, ran.output
+    assert tables.PAGES.get(name, tables.README) == page
 
 
 def test_the_table_of_older_results_has_no_columns_for_what_they_lack() -> None:

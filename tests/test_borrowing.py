@@ -33,7 +33,7 @@ def test_borrowers_go_on_as_forks_do(length: int) -> None:
     slabs = [slab.data_ptr() for slab in base.offloaded[0].store.slabs]
     following = prompt(STEPS, 2, seed=9)
     for options in (
-        {"budget": 64, "index": "keys2bit"},
+        {"budget": 64, "index": "keys2bit", "block_size": 16},
         {"budget": 32, "index": "minmax", "recent_tokens": 0},
     ):
         chosen = options | {"on_miss": "fetch"}
@@ -58,7 +58,7 @@ def test_what_was_read_is_still_there_after_borrowers() -> None:
     base = OasisCache(model, index="streaming", on_miss="skip")
     forward(model, prompt(200, 2), base)
     before = [layer.history([200, 200])[:2] for layer in base.offloaded]
-    borrower = borrow(base, budget=32)
+    borrower = borrow(base, budget=32, block_size=16)
     for token in prompt(STEPS, 2, seed=9).split(1, 1):
         forward(model, token, borrower)
     for layer, held in zip(base.offloaded, before, strict=True):
@@ -71,7 +71,7 @@ def test_a_borrower_stores_what_takes_the_place_of_cropped_tokens() -> None:
     model = tiny_model("llama")
     base = OasisCache(model, index="streaming", on_miss="skip")
     forward(model, prompt(200, 2), base)
-    options = {"budget": 64, "index": "keys2bit", "on_miss": "fetch"}
+    options = {"budget": 64, "block_size": 16, "on_miss": "fetch"}
     fork, borrower = base.fork(**options), borrow(base, **options)
     for cache in (fork, borrower):
         cache.crop(-120)
@@ -86,4 +86,12 @@ def test_only_sequences_of_one_length_can_be_borrowed() -> None:
     ids, mask = left_padded([0, 30], 200)
     forward(model, ids, base, mask)
     with pytest.raises(ValueError, match=r"owner: got sequences of \[170, 200\] tokens"):
+        borrow(base, budget=32, block_size=16)
+
+
+def test_blocks_of_another_size_cannot_be_borrowed() -> None:
+    model = tiny_model("llama")
+    base = OasisCache(model, index="streaming", on_miss="skip")
+    forward(model, prompt(200, 2), base)
+    with pytest.raises(ValueError, match="in blocks of 16, expected one length and blocks of 4"):
         borrow(base, budget=32)

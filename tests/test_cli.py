@@ -125,7 +125,7 @@ class TestDemo:
         ("arguments", "message"),
         [
             (["--context", "9000"], "8,192 positions"),
-            (["--budget", "100"], "multiple of block_size"),
+            (["--budget", "1001"], "multiple of block_size"),
             (["--on-miss", "guess"], "on_miss"),
             (["--question", "Why?"], "--document"),
         ],

@@ -105,8 +105,10 @@ def test_arms_by_name() -> None:
         "on_miss": 0.01,
         "budget": 512,
         "fetch_cap": None,
+        "block_size": 16,
         "head_room": 1.0,
     }
     assert (arm.budget, arm.family) == (512, "keys2bit/0.01/fetch_cap=null/head_room=1.0")
     assert parse("keys2bit/skip/512").options["fetch_cap"] == 0.05
+    assert parse("keys2bit/fetch/512/block_size=auto").options["block_size"] == "auto"
     assert parse("eval_helpers:Backwards/fetch/64").options["index"].__name__ == "Backwards"

@@ -68,7 +68,8 @@ def run(model: PreTrainedModel, ids: Tensor, tokens: int = 60, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"index": "minmax"}, {"on_miss": "skip"}, {"on_miss": 0.01}]
+    "options",
+    [{}, {"block_size": 16}, {"index": "minmax"}, {"on_miss": "skip"}, {"on_miss": 0.01}],
 )
 @pytest.mark.usefixtures("small_slabs")
 def test_graphs_replay_what_eager_steps_do(model: PreTrainedModel, options: dict) -> None:

@@ -30,7 +30,13 @@ from oasis_hf.index.minmax import MinMaxIndex
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
-SPARSE: dict[str, Any] = {"budget": 64, "recent_tokens": 16, "sink_tokens": 16, "max_rows": 8}
+SPARSE: dict[str, Any] = {
+    "budget": 64,
+    "block_size": 16,
+    "recent_tokens": 16,
+    "sink_tokens": 16,
+    "max_rows": 8,
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "keys2bit-fetch": {},
     "keys2bit-skip": {"on_miss": "skip"},
@@ -69,7 +75,7 @@ def talk(driver: Driver, steps: int = 40, batch: int = 2, before: Any = None) ->
 @pytest.mark.parametrize("block", [1, 16], ids=lambda n: f"block {n}")
 def test_every_token_is_kept_bit_for_bit(policy: dict[str, Any], block: int) -> None:
     """Whatever is attended to, K and V of all tokens can be read back."""
-    driver = Driver(**SPARSE, **policy, block_size=block)
+    driver = Driver(**SPARSE | policy | {"block_size": block})
     generator, keys, values = rng(), [], []
     steps = 20 if block == 1 else 100
     for rows in [130, *[1] * steps, 70, *[1] * 10]:
@@ -88,7 +94,7 @@ def test_every_token_is_kept_bit_for_bit(policy: dict[str, Any], block: int) -> 
 @pytest.mark.parametrize("block", [1, 4, 16, 64], ids=lambda n: f"block {n}")
 def test_full_budget_is_plain_attention(policy: dict[str, Any], block: int) -> None:
     options = {**SPARSE, "budget": 320, "max_rows": 4} | policy
-    driver = Driver(**options, block_size=block)
+    driver = Driver(**options | {"block_size": block})
     driver.cache.activate_past_recording()
     generator, keys, values = rng(), [], []
     for rows in (150, 1, 3, 1, 70, 4, 1):

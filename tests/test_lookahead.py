@@ -80,6 +80,7 @@ def test_the_replay_ends_with_the_residents_of_a_real_cache(
     cache = OasisCache(
         model,
         budget=BUDGET,
+        block_size=LAYOUT.block_size,
         index=index,
         on_miss=on_miss,
         recent_tokens=LAYOUT.recent_tokens,

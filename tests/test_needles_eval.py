@@ -206,7 +206,7 @@ def results(tmp_path: Path) -> Path:
 def test_the_readme_holds_exactly_the_table(results: Path, tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- needles:begin -->\nold\n<!-- needles:end -->\nafter\n")
-    where = ["needles", "--results", str(results), "--readme", str(page)]
+    where = ["needles", "--results", str(results), "--page", str(page)]
     assert run(tables.main, *where, "--check").exit_code == 1
     assert run(tables.main, *where, "--write").exit_code == 0
     assert run(tables.main, *where, "--check").exit_code == 0
@@ -220,4 +220,4 @@ def test_a_page_without_markers_is_an_error(results: Path, tmp_path: Path) -> No
     page = tmp_path / "README.md"
     page.write_text("no table here")
     with pytest.raises(ValueError, match="needles:begin"):
-        run(tables.main, "needles", "--results", str(results), "--readme", str(page), "--check")
+        run(tables.main, "needles", "--results", str(results), "--page", str(page), "--check")

@@ -14,6 +14,7 @@ from helpers import (
     Driver,
     assert_close,
     dense_cache,
+    forward,
     generate,
     plain_attention,
     prompt,
@@ -23,6 +24,7 @@ from helpers import (
 from torch import Tensor
 
 from oasis_hf import Index, OasisCache
+from oasis_hf.config import OasisConfig
 from oasis_hf.geometry import ceil_div
 from oasis_hf.index import INDEXES, keys2bit
 from oasis_hf.residency import Residency, StepPlan
@@ -30,7 +32,13 @@ from oasis_kernels.reference import bound_logits
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
-SPARSE: dict[str, Any] = {"budget": 96, "recent_tokens": 16, "sink_tokens": 20, "max_rows": 4}
+SPARSE: dict[str, Any] = {
+    "budget": 96,
+    "block_size": 16,
+    "recent_tokens": 16,
+    "sink_tokens": 20,
+    "max_rows": 4,
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "fetch": {},
     "skip": {"on_miss": "skip", "fetch_cap": 0.2},
@@ -82,6 +90,56 @@ def attend_to(driver: Driver, plan: StepPlan, query: Tensor) -> Tensor:
             q = query[b, h * group : (h + 1) * group]
             result.append(plain_attention(q, k[b, h : h + 1, place], v[b, h : h + 1, place]))
     return torch.stack(result).view(*query.shape[:3], -1)
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "block"),
+    [
+        (2048, {}, 16),
+        (1024, {}, 16),
+        (1016, {}, 8),
+        (512, {}, 8),
+        (256, {}, 4),
+        (4, {}, 4),
+        (512, {"on_miss": "skip"}, 16),
+        (512, {"on_miss": 0.01}, 16),
+        (512, {"index": "minmax"}, 16),
+        (512, {"index": "oracle"}, 16),
+        (512, {"block_size": 32}, 32),
+    ],
+)
+def test_small_budgets_have_finer_blocks(budget: int, options: dict[str, Any], block: int) -> None:
+    config = OasisConfig(budget=budget, sink_tokens=0, **options)
+    assert (config.block_tokens, config.budget_blocks) == (block, budget // block)
+
+
+def test_finer_blocks_take_no_more_memory() -> None:
+    """The same index and slots of the same size: what a fork with a small budget makes of them."""
+    model = tiny_model("llama")
+    cache = OasisCache(model, budget=1024, recent_tokens=8)
+    ids = prompt(300)
+    forward(model, ids[:, :-1], cache)
+    fine, coarse = cache.fork(budget=128), cache.fork(budget=128, block_size=16)
+    assert [x.offloaded[0].geometry.block for x in (cache, fine, coarse)] == [16, 4, 16]
+    assert fine.stats().resident_tokens == coarse.stats().resident_tokens == 256
+    index = [
+        {name: array.nbytes for name, array in x.offloaded[0].index.arrays.items()}
+        for x in (fine, coarse)
+    ]
+    assert index[0] == index[1]
+
+
+def test_a_fork_with_finer_blocks_holds_the_same_tokens() -> None:
+    model, ids = tiny_model("llama"), prompt(230)
+    cache = OasisCache(model, budget=1024, recent_tokens=8)
+    forward(model, ids[:, :-1], cache)
+    fine = cache.fork(budget=256)
+    assert fine.offloaded[0].geometry.block == 4
+    want = generate(model, ids, dense_cache(model), 12)
+    assert torch.equal(generate(model, ids, fine, 12), want)
 
 
 # ---- the step as a whole -------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from .summary import OVERALL, Cells, grouped
 
 BINS = 5
 """Rows of a heat map."""
+ABREAST = 8
+"""Most heat maps side by side."""
 
 
 def draw(folder: Path, records: list[Record], cells: Cells) -> list[str]:
@@ -40,6 +42,7 @@ def budgets(cells: Cells) -> list[int]:
 def over_budget(cells: Cells) -> Any:
     """Mean score over the budget, a panel for each context, with dense as a line across."""
     contexts = grouped(_overall(cells), "context")
+    top = 104 * max(0.1, *(cell["high"] for cell in _overall(cells)))
     figure, axes = plt.subplots(
         1, len(contexts), figsize=(3.6 * len(contexts) + 1.6, 3), sharey=True, squeeze=False
     )
@@ -59,7 +62,8 @@ def over_budget(cells: Cells) -> Any:
             axis.axhline(100 * dense["mean"], color="black", linestyle="--", label="dense")
         axis.set_xscale("log", base=2)
         axis.set_xticks(budgets(found), [f"{count:,}" for count in budgets(found)])
-        axis.set(title=f"{context:,} tokens", xlabel="budget, tokens per KV head", ylim=(-4, 104))
+        axis.set(title=f"{context:,} tokens", xlabel="budget, tokens per KV head")
+        axis.set_ylim(-0.04 * top, top)
     axes[0][0].set_ylabel("score, %")
     axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     return figure
@@ -84,18 +88,28 @@ def by_depth(records: list[Record]) -> Any:
     """A heat map for each arm: mean score of tasks with one needle, by its depth and context."""
     arms = grouped(records, "arm")
     contexts = sorted({record["context"] for record in records})
+    rows = -(-len(arms) // ABREAST)
+    columns = -(-len(arms) // rows)
     figure, axes = plt.subplots(
-        1, len(arms), figsize=(1.7 * len(arms) + 1, 2.6), sharey=True, squeeze=False
+        rows,
+        columns,
+        figsize=(1.7 * columns + 1, 2.6 * rows),
+        sharey=True,
+        squeeze=False,
+        gridspec_kw={"hspace": 0.7},
     )
-    for axis, (arm, found) in zip(axes[0], arms.items(), strict=True):
+    for axis in axes.flat[len(arms) :]:
+        axis.set_axis_off()
+    for axis, (arm, found) in zip(axes.flat, arms.items(), strict=False):
         image = axis.imshow(
             grid(found, contexts), vmin=0, vmax=100, cmap="RdYlGn", aspect="auto", origin="upper"
         )
         axis.set_title(arm.replace("/", "\n"), fontsize=7)
         axis.set_xticks(range(len(contexts)), [f"{count / 1024:g}K" for count in contexts])
         axis.set_yticks(range(BINS), [f"{100 * n // BINS} %" for n in range(BINS)])
-    axes[0][0].set_ylabel("depth from")
-    figure.colorbar(image, ax=axes[0].tolist(), label="score, %")
+    for line in axes:
+        line[0].set_ylabel("depth from")
+    figure.colorbar(image, ax=axes.ravel().tolist(), label="score, %")
     return figure
 
 

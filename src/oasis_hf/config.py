@@ -107,8 +107,8 @@ class OasisConfig:
         if self.budget % size:
             low = self.budget // size * size
             raise OasisConfigError(
-                f"budget: got {self.budget}, expected a multiple of the block size {size}; use "
-                f"{low} or {low + size}"
+                f"budget: got {self.budget}, expected a multiple of block_size {size}; use {low} "
+                f"or {low + size}"
             )
         if not 0 <= self.sink_tokens <= self.budget:
             raise OasisConfigError(
