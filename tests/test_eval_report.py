@@ -164,6 +164,29 @@ def test_plots_of_budgets_and_depths(tmp_path: Path) -> None:
     assert grid(sparse, [512])[2] == [pytest.approx(100 * 3.5 / 6)]
 
 
+def test_plots_of_contexts_costs_and_layers(tmp_path: Path) -> None:
+    """Where there are several contexts, memory was counted, and a selection was replayed."""
+    pytest.importorskip("matplotlib")
+    records = [
+        r | {"context": context, "hbm_bytes": 2e6 if r["arm"] == "dense" else 1e6}
+        for r in RECORDS
+        for context in (512, 1024)
+    ]
+    forced = record("language", 0, SPARSE, 0, mass_by_layer=[0.9, 0.8], recall_by_layer=[1, 0.5])
+    del forced["score"]
+    names = ("loss", "kl", "kl_max", "agreement", "mass", "mass_min_layer", "recall", "recall_p5")
+    forced |= dict.fromkeys((*names, "recall_min"), 0.5) | {"first_divergence": None}
+    folder = run_folder(tmp_path / "run", [*records, forced])
+    text = write_report(folder).read_text()
+    for name in ("context.svg", "cost.svg", "layers.svg"):
+        assert (folder / name).stat().st_size > 1000 and f"({name})" in text
+    assert "| moved per step | fast memory |" in text and " 1.0 MB |" in text
+    # Some results of an older release, which did not count it.
+    del records[0]["hbm_bytes"]
+    older = write_report(run_folder(tmp_path / "older", records)).read_text()
+    assert "context.svg" in older and "layers.svg" not in older
+
+
 def test_two_runs_are_compared_sample_by_sample(tmp_path: Path) -> None:
     better = [r | {"score": 1.0} for r in RECORDS]
     first = run_folder(tmp_path / "first", RECORDS)

@@ -52,8 +52,8 @@ def divergence(ids: list[int], dense: list[int]) -> int | None:
     return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
 
 
-def selection(layers: list[Layer], arm: Arm) -> dict[str, float]:
-    """Attention mass held and top-K recall over layers, heads and the last tokens."""
+def selection(layers: list[Layer], arm: Arm) -> dict[str, Any]:
+    """Attention mass held and top-K recall over layers, heads and the last tokens, and by layer."""
     config = OasisConfig(**arm.options)
     parts = [replay((q[:, -REPLAYED:], k, scale), config) for q, k, scale in layers]
     mass, recall = (_all(parts, name) for name in ("mass", "recall"))
@@ -63,6 +63,8 @@ def selection(layers: list[Layer], arm: Arm) -> dict[str, float]:
         "recall": recall.mean().item(),
         "recall_p5": recall.quantile(0.05).item(),
         "recall_min": recall.min().item(),
+        "mass_by_layer": [round(part.mass.mean().item(), 5) for part in parts],
+        "recall_by_layer": [round(part.recall.mean().item(), 5) for part in parts],
     }
 
 

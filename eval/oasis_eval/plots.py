@@ -1,4 +1,4 @@
-"""Plots of a run: scores over the budget, and needles by depth and context."""
+"""Plots of a run: scores over budget, context, memory and traffic; needles by depth; layers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ def draw(folder: Path, records: list[Record], cells: Cells) -> list[str]:
     files = []
     if budgets(cells):
         files.append(_save(over_budget(cells), folder / "budget.svg"))
+    if len({cell["context"] for cell in cells}) > 1:
+        files.append(_save(over_context(cells), folder / "context.svg"))
+    if budgets(cells) and any("hbm_bytes" in cell for cell in cells):
+        files.append(_save(over_cost(cells), folder / "cost.svg"))
     needles = [record for record in records if len(record["depths"]) == 1 and "score" in record]
     if needles:
         files.append(_save(by_depth(needles), folder / "depth.svg"))
+    replayed = [record for record in records if "recall_by_layer" in record]
+    if replayed:
+        files.append(_save(by_layer(replayed), folder / "layers.svg"))
     return files
 
 
@@ -66,6 +73,73 @@ def over_budget(cells: Cells) -> Any:
         axis.set_ylim(-0.04 * top, top)
     axes[0][0].set_ylabel("score, %")
     axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    return figure
+
+
+def over_context(cells: Cells) -> Any:
+    """Mean score over the context, a line for each arm that has more than one."""
+    figure, axis = plt.subplots(figsize=(4.5, 3))
+    contexts = sorted({cell["context"] for cell in cells})
+    for arm, found in grouped(_overall(cells), "arm").items():
+        if len(found) > 1:
+            line = sorted(found, key=lambda cell: cell["context"])
+            x, y = [cell["context"] for cell in line], [100 * cell["mean"] for cell in line]
+            style: dict[str, Any] = (
+                {"color": "black", "linestyle": "--"} if arm == DENSE.name else {"marker": "o"}
+            )
+            axis.plot(x, y, label=arm, **style)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(contexts, [f"{count:,}" for count in contexts])
+    axis.set(xlabel="context, tokens", ylabel="score, %")
+    axis.set_ylim(bottom=0)
+    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    return figure
+
+
+COSTS = {"hbm_bytes": "fast memory, MB a sequence", "bytes_per_step": "moved, MB a step"}
+
+
+def over_cost(cells: Cells) -> Any:
+    """Mean score over what it takes: a row of panels for each context, a line for each family."""
+    contexts = grouped(_overall(cells), "context")
+    figure, axes = plt.subplots(
+        len(contexts), 2, figsize=(8, 3 * len(contexts)), sharey=True, squeeze=False
+    )
+    for row, (context, found) in zip(axes, contexts.items(), strict=True):
+        for axis, (name, label) in zip(row, COSTS.items(), strict=True):
+            counted = [cell for cell in found if name in cell]
+            for family, line in sorted(_families(counted).items()):
+                x = [cell[name] / 1e6 for cell in line]
+                axis.plot(x, [100 * cell["mean"] for cell in line], marker="o", label=family)
+            for cell in counted:
+                if cell["arm"] == DENSE.name:
+                    place = cell[name] / 1e6, 100 * cell["mean"]
+                    axis.plot(*place, marker="s", color="black", linestyle="", label="dense")
+            axis.set(xlabel=label, title=f"{context:,} tokens")
+        row[0].set_ylabel("score, %")
+        row[0].set_ylim(bottom=0)
+        for axis in row:
+            axis.set_xlim(left=0)
+    figure.tight_layout()
+    axes[0][0].figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+    )
+    return figure
+
+
+def by_layer(records: list[Record]) -> Any:
+    """Recall of the truly best blocks, and attention held, over the layers; a line for each arm."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
+    names = {"recall_by_layer": "recall of the best blocks", "mass_by_layer": "attention held"}
+    for axis, (name, label) in zip(axes, names.items(), strict=True):
+        for arm, found in grouped(records, "arm").items():
+            layers = zip(*(record[name] for record in found), strict=True)
+            axis.plot([100 * sum(values) / len(values) for values in layers], label=arm)
+        axis.set(xlabel="layer", title=f"{label}, %", ylim=(-4, 104))
+    axes[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     return figure
 
 

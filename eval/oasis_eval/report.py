@@ -128,6 +128,8 @@ def changes_table(cells: Cells) -> str:
     """Paired differences, what is equal to dense, and what moved; a row for each sparse arm."""
     tasks = list(grouped(cells, "task"))
     rows = []
+    # Runs of older releases did not count it.
+    with_memory = any("hbm_bytes" in cell for cell in cells)
     for arm, found in grouped(cells, "arm").items():
         if not any("change" in cell for cell in found):
             continue
@@ -141,10 +143,11 @@ def changes_table(cells: Cells) -> str:
                 *(_cost(costs, name, ".1%") for name in ("hit_rate", "fetched_now", "turnover")),
                 _cost(costs, "attended", ",.0f"),
                 _cost(costs, "bytes_per_step", ".2f", 1e-6, " MB"),
+                *([_cost(costs, "hbm_bytes", ".1f", 1e-6, " MB")] if with_memory else []),
             ]
         )
     header = ["arm", *tasks, "same answers", "hits", "fetched before", "turnover", "attended"]
-    return table([*header, "moved per step"], rows)
+    return table([*header, "moved per step", *(["fast memory"] if with_memory else [])], rows)
 
 
 def _cost(cell: dict[str, Any], name: str, form: str, scale: float = 1, unit: str = "") -> str:

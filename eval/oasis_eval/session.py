@@ -201,13 +201,18 @@ def ends(model: Any, tokenizer: Any) -> set[int]:
 
 
 def counts(cache: Any) -> dict[str, float]:
-    """What a cache counted: shares of the wanted blocks, and bytes fetched per step and row."""
+    """What a cache counted: shares of the wanted blocks; bytes fetched per step, and held in fast
+    memory, of each row."""
     if not isinstance(cache, OasisCache):
-        return {}
+        kept = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in kept)
+        return {"hbm_bytes": held / kept[0].keys.shape[0]} if kept else {}
     stats = cache.stats()
     found = {name: round(getattr(stats, name), 5) for name in COUNTED}
-    moved = (stats.bytes_fetched - stats.bytes_filled) / cache.offloaded[0].batch_size
-    return found | {"steps": stats.steps, "bytes_per_step": moved / max(1, stats.steps)}
+    rows = cache.offloaded[0].batch_size
+    moved = (stats.bytes_fetched - stats.bytes_filled) / rows
+    found |= {"steps": stats.steps, "bytes_per_step": moved / max(1, stats.steps)}
+    return found | {"hbm_bytes": (stats.hbm_bytes + stats.native_bytes) / rows}
 
 
 def attended(cache: OasisCache, lengths: range) -> float:

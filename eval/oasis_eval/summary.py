@@ -17,7 +17,15 @@ Record = dict[str, Any]
 Cells = list[dict[str, Any]]
 SELECTION = ("mass", "mass_min_layer", "recall", "recall_p5", "recall_min")
 FIDELITY = ("loss", "kl", "kl_max", "agreement", *SELECTION)
-COSTS = ("hit_rate", "fetched_now", "refused", "turnover", "bytes_per_step", "attended")
+COSTS = (
+    "hit_rate",
+    "fetched_now",
+    "refused",
+    "turnover",
+    "bytes_per_step",
+    "attended",
+    "hbm_bytes",
+)
 OVERALL = "all tasks"
 """Stands for the mean over tasks, each of which counts the same."""
 
@@ -101,7 +109,7 @@ def _cells(records: list[Record], key: str) -> Cells:
                 one, other = ([record[key] for record in side] for side in zip(*pairs, strict=True))
                 cell["change"] = asdict(paired(one, other))
             cell |= _parting(pairs)
-        cell |= {name: mean(found, name) for name in (*FIDELITY, *COSTS) if name in found[0]}
+        cell |= _means(found, *FIDELITY, *COSTS)
         cell["seconds"] = mean(found, "seconds")
         cells.append(cell)
     return cells
@@ -148,7 +156,7 @@ def _overall(records: list[Record]) -> Cells:
         ]
         if arm != DENSE.name and all(changes):
             cell["change"] = asdict(stratified(changes))
-        cell |= {name: mean(found, name) for name in COSTS if name in found[0]}
+        cell |= _means(found, *COSTS)
         cell["seconds"] = mean(found, "seconds")
         cells.append(cell)
     return cells
@@ -175,6 +183,11 @@ def grouped(records: Iterable[Record], *names: str) -> dict[Any, list[Record]]:
         values = tuple(record[name] for name in names)
         groups[values if len(names) > 1 else values[0]].append(record)
     return dict(groups)
+
+
+def _means(records: list[Record], *names: str) -> dict[str, float]:
+    """Of the values that all of the records have; those of older releases lack some."""
+    return {n: mean(records, n) for n in names if all(n in record for record in records)}
 
 
 def mean(records: list[Record], name: str) -> float:
