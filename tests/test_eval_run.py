@@ -186,6 +186,17 @@ def test_an_arm_has_its_own_options_and_defaults_for_the_rest(pair: Any, block: 
     assert borrowed == (block == 16) and cache.get_seq_length() == 300
 
 
+def test_an_arm_may_keep_layers_dense(pair: Any, config: EvalConfig) -> None:
+    found = sample("language", pair[1], 600, 0, 0, Prose(TEXT))
+    arms = [DENSE, parse("streaming/fetch/32"), parse("streaming/fetch/32/dense_layers=[0]")]
+    with torch.inference_mode():
+        _, (none,), (one,) = evaluated(*pair, [found], arms, config)
+    assert none["kl"] > one["kl"] > 0 and none["mass"] < one["mass"]
+    assert one["mass_by_layer"][0] == one["recall_by_layer"][0] == 1 > one["mass_by_layer"][1]
+    assert one["mass_by_layer"][1] == none["mass_by_layer"][1] > 0
+    assert none["hbm_bytes"] < one["hbm_bytes"]
+
+
 # ---- the harness can fail ----------------------------------------------------------------------
 
 

@@ -108,6 +108,7 @@ def attend_to(driver: Driver, plan: StepPlan, query: Tensor) -> Tensor:
         (512, {"on_miss": 0.01}, 16),
         (512, {"index": "minmax"}, 16),
         (512, {"index": "oracle"}, 16),
+        (512, {"index": INDEXES["keys2bit"]}, 8),
         (512, {"block_size": 32}, 32),
     ],
 )

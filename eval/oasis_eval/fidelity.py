@@ -10,7 +10,7 @@ from torch import Tensor
 from oasis_hf.config import OasisConfig
 
 from .arms import Arm
-from .replay import Layer, Replayed, replay
+from .replay import Layer, Replayed, everything, replay
 from .session import Session, feed
 
 REPLAYED = 32
@@ -55,7 +55,11 @@ def divergence(ids: list[int], dense: list[int]) -> int | None:
 def selection(layers: list[Layer], arm: Arm) -> dict[str, Any]:
     """Attention mass held and top-K recall over layers, heads and the last tokens, and by layer."""
     config = OasisConfig(**arm.options)
-    parts = [replay((q[:, -REPLAYED:], k, scale), config) for q, k, scale in layers]
+    newest: list[Layer] = [(q[:, -REPLAYED:], k, scale) for q, k, scale in layers]
+    parts = [
+        everything(layer) if number in config.dense_layers else replay(layer, config)
+        for number, layer in enumerate(newest)
+    ]
     mass, recall = (_all(parts, name) for name in ("mass", "recall"))
     return {
         "mass": mass.mean().item(),

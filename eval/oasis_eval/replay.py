@@ -113,6 +113,12 @@ def replay(layer: Layer, config: OasisConfig) -> Replayed:
     return Replayed(*(torch.stack(column) for column in zip(*found, strict=True)))
 
 
+def everything(layer: Layer) -> Replayed:
+    """One layer that stays dense."""
+    ones = torch.ones(layer[0].shape[1], layer[1].shape[0], device=layer[1].device)
+    return Replayed(ones, ones, torch.zeros_like(ones))
+
+
 def _recall(mass: Tensor, attended: Tensor, wanted: int) -> Tensor:
     """Share of the best `wanted` blocks that were attended to: mass and attended `[H, N]`.
 

@@ -121,17 +121,16 @@ class Session:
         return cache
 
     def _borrowing(self, arm: Arm) -> OasisCache:
-        """A cache over the host memory of what was read."""
+        """A cache over the host memory of what was read, or a copy if its blocks have another size."""
         assert self.held is not None
-        if OasisConfig(**arm.options).block_tokens != self.base.oasis_config.block_tokens:
-            return self.base.fork(**(DEFAULTS | arm.options))
         cache = OasisCache(self.model, **arm.options)
-        if any(not isinstance(layer, OasisLayer) for layer in cache.layers):
-            raise ValueError(f"{arm.name}: dense_layers cannot be continued from offloaded ones")
+        equal = cache.oasis_config.block_tokens == self.base.oasis_config.block_tokens
         cache.ledger.copy_from(self.base.ledger)
-        layers = zip(self.base.offloaded, cache.offloaded, self.held, strict=True)
-        for old, new, (k, v) in layers:
-            new.adopt(k, v, old.lengths, old.columns, owner=old)
+        for old, new, (k, v) in zip(self.base.offloaded, cache.layers, self.held, strict=True):
+            if isinstance(new, OasisLayer):
+                new.adopt(k, v, old.lengths, old.columns, owner=old if equal else None)
+            else:
+                new.adopt(k, v)
         return cache
 
 

@@ -92,8 +92,9 @@ class OasisConfig:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise OasisConfigError(f"{name}: got {value!r}, expected a whole number of tokens")
         given = self.block_size
-        whole = isinstance(given, int) and not isinstance(given, bool)
-        if given != "auto" and (not whole or given < 1 or given & (given - 1)):  # type: ignore
+        number = isinstance(given, int) and not isinstance(given, bool)
+        power = isinstance(given, int) and given >= 1 and not given & (given - 1)
+        if given != "auto" and not (number and power):
             raise OasisConfigError(
                 f"block_size: got {given!r}, expected 'auto' or a power of two such as 16; smaller "
                 "blocks choose finer and transfer less efficiently"
@@ -195,7 +196,7 @@ class OasisConfig:
         """Tokens per block: `block_size`, or what "auto" comes to."""
         if not isinstance(self.block_size, str):
             return self.block_size
-        if self.index != "keys2bit" or self.on_miss != "fetch":
+        if getattr(self.index, "name", self.index) != "keys2bit" or self.on_miss != "fetch":
             return BLOCK
         size = max(1, self.budget // FINE_BLOCKS)
         return min(BLOCK, max(FINEST_BLOCK, 1 << size.bit_length() - 1))

@@ -61,6 +61,10 @@ class DenseLayer(DynamicLayer):
             real = real.to(query.device)
         return dense_attention(query, *self.held(), real, scaling)
 
+    def adopt(self, key: Tensor, value: Tensor) -> None:
+        """Fill an empty layer with a history of K and V `[B, H, L, D]`, padding included."""
+        super().update(key, value)
+
     def held(self) -> tuple[Tensor, Tensor]:
         """All K and V `[B, H, L, D]`, padding included."""
         assert self.keys is not None and self.values is not None
