@@ -121,7 +121,7 @@ class Session:
         return cache
 
     def _borrowing(self, arm: Arm) -> OasisCache:
-        """A cache over the host memory of what was read, or a copy if its blocks have another size."""
+        """A cache over the host memory of what was read; a copy if its blocks have another size."""
         assert self.held is not None
         cache = OasisCache(self.model, **arm.options)
         equal = cache.oasis_config.block_tokens == self.base.oasis_config.block_tokens
