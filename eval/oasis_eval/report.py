@@ -170,8 +170,9 @@ def fidelity_table(cells: Cells) -> str:
         row += [f"{cell['kl']:.4f}", f"{cell['agreement']:.1%}"] if "kl" in cell else ["", ""]
         row.append(f"{cell['first_divergence']:.0f}" if "first_divergence" in cell else "")
         row += [f"{cell[name]:.3f}" if name in cell else "" for name in SELECTION]
-        rows.append(row)
-    return table([*header, "mass", "worst layer", "recall", "5th percentile", "minimum"], rows)
+        rows.append([*row, _cost(cell, "hbm_bytes", ".1f", 1e-6, " MB")])
+    header += ["mass", "worst layer", "recall", "5th percentile", "minimum", "fast memory"]
+    return table(header, rows)
 
 
 def drift_note(cells: Cells) -> str:
