@@ -79,7 +79,7 @@ def drift_cells(records: list[Record]) -> Cells:
             if pairs:
                 own, true = np.mean([[side[name] for side in pair] for pair in pairs], -1).T
                 cell[key] = asdict(paired(own.tolist(), true.tolist()))
-        if "fresh_kl" in windows[0]:
+        if all("fresh_kl" in window for window in windows):
             fresh = [window["fresh_kl"] for window in windows]
             cell["fresh_kl"] = float(np.mean(fresh))
             cell["accumulated"] = asdict(paired([window["kl"][-1] for window in windows], fresh))
