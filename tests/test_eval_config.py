@@ -49,8 +49,9 @@ def test_answers_are_cut_by_task_or_all_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_the_files_of_the_project_can_be_run(file: Path) -> None:
-    # A sample of a long output is thousands of steps.
-    assert resolve(None, file).samples >= (16 if file.stem == "long-output" else 100)
+    # A sample of a long output is thousands of steps, one of a text that is scored a hundred.
+    least = {"long-output": 16, "dense-layers": 4}
+    assert resolve(None, file).samples >= least.get(file.stem, 100)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
