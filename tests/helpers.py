@@ -27,6 +27,15 @@ FEEDS_AGAIN = Version(transformers.__version__) < Version("5.23")
 FULL = {"budget": 256, "recent_tokens": 8, "block_size": 16}
 """Covers prompt and new tokens; the short recent window lets a group leave the tail midway."""
 
+SPARSE: dict[str, Any] = {
+    "budget": 64,
+    "block_size": 16,
+    "sink_tokens": 16,
+    "recent_tokens": 16,
+    "max_rows": 8,
+}
+"""Attends to a part of a prompt."""
+
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

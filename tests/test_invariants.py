@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    SPARSE,
     Driver,
     assert_close,
     forward,
@@ -30,13 +31,6 @@ from oasis_hf.index.minmax import MinMaxIndex
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
-SPARSE: dict[str, Any] = {
-    "budget": 64,
-    "block_size": 16,
-    "recent_tokens": 16,
-    "sink_tokens": 16,
-    "max_rows": 8,
-}
 POLICIES: dict[str, dict[str, Any]] = {
     "keys2bit-fetch": {},
     "keys2bit-skip": {"on_miss": "skip"},

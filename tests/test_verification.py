@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Driver, random_qkv, tiny_model
+from helpers import SPARSE, Driver, random_qkv, tiny_model
 
 from oasis_hf import OasisCache
 from oasis_hf.config import OasisConfigError
-
-SPARSE = {
-    "budget": 64,
-    "block_size": 16,
-    "sink_tokens": 16,
-    "recent_tokens": 16,
-    "max_rows": 8,
-}
 
 
 @pytest.mark.parametrize("index", ["keys2bit", "minmax"])

@@ -72,7 +72,7 @@ def over_budget(cells: Cells) -> Any:
         axis.set(title=f"{context:,} tokens", xlabel="budget, tokens per KV head")
         axis.set_ylim(-0.04 * top, top)
     axes[0][0].set_ylabel("score, %")
-    axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    _name_lines(axes[0][-1])
     return figure
 
 
@@ -92,7 +92,7 @@ def over_context(cells: Cells) -> Any:
     axis.set_xticks(contexts, [f"{count:,}" for count in contexts])
     axis.set(xlabel="context, tokens", ylabel="score, %")
     axis.set_ylim(bottom=0)
-    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    _name_lines(axis)
     return figure
 
 
@@ -139,8 +139,13 @@ def by_layer(records: list[Record]) -> Any:
             layers = zip(*(record[name] for record in found), strict=True)
             axis.plot([100 * sum(values) / len(values) for values in layers], label=arm)
         axis.set(xlabel="layer", title=f"{label}, %", ylim=(-4, 104))
-    axes[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    _name_lines(axes[1])
     return figure
+
+
+def _name_lines(axis: Any) -> None:
+    """The legend, to the right of a panel."""
+    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
 
 
 def _overall(cells: Cells) -> Cells:

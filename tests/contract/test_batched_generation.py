@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import (
     FULL,
+    SPARSE,
     assert_close,
     cache_argument,
     dense_cache,
@@ -28,13 +29,6 @@ from oasis_hf.speculation import Speculation
 PADS = [0, 37, 130]
 TOKENS = 50
 """More than a group of the index, so that groups leave the tail between and inside rounds."""
-SPARSE = {
-    "budget": 64,
-    "block_size": 16,
-    "sink_tokens": 16,
-    "recent_tokens": 16,
-    "max_rows": 8,
-}
 DRAFTS = ["good", "fair", "bad", "lookup", "none"]
 
 
