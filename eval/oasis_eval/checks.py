@@ -55,4 +55,5 @@ def check_tasks(tokenizer: Any, config: EvalConfig, text: str) -> None:
                     draft, _ = drafted(task, context, number, config.seed, prose)
                     check(tokenizer, draft, context)
                 except ValueError as error:
-                    raise ConfigError(f"contexts: {task}: {error}") from error
+                    said = str(error).removeprefix("context: ")
+                    raise ConfigError(f"contexts: {task}: {said}") from error

@@ -80,7 +80,9 @@ def evaluate(
         }
         flags |= {"samples": samples, "seed": seed, "dtype": dtype, "answer_tokens": cut}
         # What comes from a file is named as in the file.
-        names = {key: FLAGS.get(key, f"--{key}") for key, given in flags.items() if given}
+        names = {
+            key: FLAGS.get(key, f"--{key}") for key, given in flags.items() if given is not None
+        }
         names |= {"preset": "--preset", "config": "--config", "out": "--out"}
         if threads:
             torch.set_num_threads(threads)
