@@ -186,15 +186,26 @@ def oasis_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _rows_of(real: Tensor, layer: Offloaded, rows: int, new: bool) -> Tensor:
-    """Which of the new rows are real tokens, after checking that the mask fits the cache."""
-    expected = layer.columns + rows if new else layer.columns
-    if real.shape[1] != expected:
+def check_width(mask: Tensor, past: int, rows: int) -> None:
+    """Refuse a mask `[B, C]` that does not cover what the cache holds and the new tokens.
+
+    Raises:
+        ValueError: with the columns that were expected.
+    """
+    if mask.shape[1] != past + rows:
         raise ValueError(
-            f"attention_mask: got {real.shape[1]} columns, expected {expected}: {expected - rows} "
+            f"attention_mask: got {mask.shape[1]} columns, expected {past + rows}: {past} "
             f"in the cache and {rows} new; pass only the tokens that the cache does not hold, with "
             "a mask over all of them"
         )
+
+
+def _rows_of(real: Tensor, layer: Offloaded, rows: int, new: bool) -> Tensor:
+    """Which of the new rows are real tokens, after checking that the mask fits the cache."""
+    past = layer.columns if new else layer.columns - rows
+    check_width(real, past, rows)
+    if new and layer.leads and not layer.ledger.frozen:
+        layer.ledger.agree(real[:, :past])
     return real[:, -rows:]
 
 

