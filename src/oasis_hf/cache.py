@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from . import compat, persistence, rounds
+from . import batch, compat, persistence, rounds
 from .attention import NAME
 from .config import OasisConfig, OasisConfigError
 from .graphs import Dispatcher, StepGraphs
@@ -176,6 +176,10 @@ class OasisCache(compat.Cache):
         self.first_round = self.prompt_expected = False
         for layer in self.offloaded[:1]:
             layer.ahead.clear()
+        # Where memory runs out, no layer has taken any of the new tokens.
+        for layer in self.offloaded:
+            if layer.is_initialized:
+                layer.grow(rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens given so far, padding included."""
@@ -262,19 +266,40 @@ class OasisCache(compat.Cache):
         self._verified = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i], in every part."""
-        self.ledger.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
-        super().reorder_cache(beam_idx)
+        """Row i becomes row beam_idx[i], in every part or in none.
+
+        Raises:
+            ValueError: numbers that are no rows of this cache.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.chosen(held, beam_idx, "beam_idx")
+            batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows, in every part."""
-        self.ledger.map_batch(lambda t: t.repeat_interleave(repeats, 0))
-        super().batch_repeat_interleave(repeats)
+        """Every row becomes `repeats` rows, in every part or in none.
+
+        Raises:
+            HostMemoryError: the larger batch does not fit; nothing has changed.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.repeated(held, repeats)
+            batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices`, in every part."""
-        self.ledger.map_batch(lambda t: t[indices.to(t.device)])
-        super().batch_select_indices(indices)
+        """Keep rows `indices` (numbers or a bool mask), in every part or in none.
+
+        Raises:
+            ValueError: indices that do not fit the batch of this cache.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.chosen(held, indices, "indices")
+            batch.take_all(self, rows, lambda layer: layer.batch_select_indices(rows))
+
+    @property
+    def _rows(self) -> int | None:
+        """Sequences that the cache holds, or None if it is empty."""
+        sizes = [layer.batch_size for layer in self.offloaded if layer.is_initialized]
+        return sizes[0] if sizes else None
 
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""
