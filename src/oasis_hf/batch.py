@@ -1,4 +1,4 @@
-"""Batch operations of a whole cache: rows are repeated, chosen or reordered in every part, or in none.
+"""Batch operations of a whole cache: rows are repeated, chosen or moved in every part, or in none.
 
 What can fail comes first: the row numbers are checked, then the memory for all layers together (old
 and new slabs exist at the same time), then everything new is made. Only then is anything replaced.
@@ -34,8 +34,12 @@ def repeated(batch: int, repeats: int) -> Tensor:
 
 
 def chosen(batch: int, indices: Any, name: str) -> Tensor:
-    """Row numbers `[B']` on the CPU for indices: numbers, of which negative ones count from the end,
-    or a bool mask.
+    """Row numbers `[B']` on the CPU.
+
+    Args:
+        batch: rows there are.
+        indices: numbers, of which negative ones count from the end, or a bool mask.
+        name: of the argument, for messages.
 
     Raises:
         ValueError: they do not fit a batch of `batch` rows.
@@ -51,8 +55,8 @@ def chosen(batch: int, indices: Any, name: str) -> Tensor:
     whole = not (given.is_floating_point() or given.is_complex())
     if given.ndim != 1 or not whole or bool(((given < -batch) | (given >= batch)).any()):
         raise ValueError(
-            f"{name}: got {given.tolist()}, expected a list of row numbers below {batch}, the batch "
-            "that this cache holds"
+            f"{name}: got {given.tolist()}, expected a list of row numbers below {batch}, the "
+            "batch that this cache holds"
         )
     return given.long() % batch
 

@@ -193,6 +193,12 @@ class OasisConfig:
                     f"dense_layers: got {self.dense_layers!r}, expected layer numbers like (0, 1)"
                 )
 
+    def __repr__(self) -> str:
+        values = {name: repr(getattr(self, name)) for name in self.fields()}
+        if self.budget != self.budget_tokens:
+            values["budget"] += f" ({self.budget_tokens} in blocks of {self.block_tokens})"
+        return f"{type(self).__name__}({', '.join(f'{n}={v}' for n, v in values.items())})"
+
     @property
     def block_tokens(self) -> int:
         """Tokens per block: `block_size`, or what "auto" comes to."""

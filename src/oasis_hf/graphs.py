@@ -176,7 +176,12 @@ class StepGraphs:
         self, cache: OasisCache, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         first = cache.offloaded[0]
-        state = (sum(x.epoch for x in cache.offloaded), id(first.store), first.store.blocks, first.tail.k.data_ptr())
+        state = (
+            sum(x.epoch for x in cache.offloaded),
+            id(first.store),
+            first.store.blocks,
+            first.tail.k.data_ptr(),
+        )
         rows = ids.shape[1]
         baked = (first.scanned_after(rows), first.cap_after(rows).blocks)
         return state, baked, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)

@@ -294,7 +294,7 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         self._take(lambda size: batch.repeated(size, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices` (numbers or a bool mask); the cache does so to all layers, or none."""
+        """Keep rows `indices` (numbers or a mask); the cache does so to all layers, or to none."""
         self._take(lambda size: batch.chosen(size, indices, "indices"))
 
     def reset(self) -> None:

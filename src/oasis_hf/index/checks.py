@@ -26,8 +26,8 @@ LEAST_AGREEMENT = 0.9
 MASS_SLACK = 1.0
 """How far, in logits, an estimate of a block's attention may lie from its known value."""
 SPILL = (
-    "the last entry of every array is the spill, which takes masked-out writes; leave it out, as in "
-    "self.arrays[name][:, :, :-1]"
+    "the last entry of every array is the spill, which takes masked-out writes; leave it out, as "
+    "in self.arrays[name][:, :, :-1]"
 )
 
 
@@ -224,7 +224,7 @@ class _Trial:
             worst = float(kept[(kept - known).abs().argmax()])
             raise OasisConfigError(
                 f"{self.label}: block_logits: got {worst:.2f} for a query of zeros, expected "
-                f"log(block size) = {known:.2f}, as estimates_mass=True says that exp(block_logits) "
+                f"log(block size) = {known:.2f}: estimates_mass=True says that exp(block_logits) "
                 "estimates a block's unnormalised attention; set estimates_mass=False, or add up "
                 "the block's tokens"
             )

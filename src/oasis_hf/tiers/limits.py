@@ -109,7 +109,7 @@ def _group_paths(text: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _Mount:
-    """Where a hierarchy of control groups is mounted, and which of its groups is the mount's top."""
+    """Where a hierarchy of control groups is mounted, and which group is its top there."""
 
     version: int
     top: str
