@@ -117,9 +117,9 @@ def append(
     move.append_kernel[(batch * heads,)](
         key, value, valid, positions, moved, committed, clock,
         *ring, *pool, *tables, slabs, *arrays,
-        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1,
+        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1, slab_blocks,
         T=rows, BLOCK=block, GROUP=group, DK=k_dim, DV=v_dim, DKP=_pow2(k_dim), DVP=_pow2(v_dim),
-        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots), SLAB=slab_blocks,
+        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots),
         KIND=kind, FLUSHES=flushes, HAS_VALID=valid is not None, num_warps=4,
     )  # fmt: skip
 
@@ -402,8 +402,8 @@ def gather(
         raise unmet("gather", f"entries for {batch} x {heads} heads, got {entries.shape[0]}")
     launch = _settings(entries.device)
     move.gather_kernel[(launch.gather_programs,)](
-        entries, count, slabs, *pool, pool[0].shape[2] - 1,
-        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values), SLAB=slab_blocks,
+        entries, count, slabs, *pool, pool[0].shape[2] - 1, slab_blocks,
+        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values),
         num_warps=launch.gather_warps,
     )  # fmt: skip
 
