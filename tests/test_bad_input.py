@@ -408,7 +408,7 @@ def test_file_that_is_no_saved_cache(saved: Path, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, str(path))
     with pytest.raises(SavedCacheError) as error:
         OasisCache.load(path, model)
-    says(error, "got format None, expected 'oasis-hf-cache/1'", str(path), "OasisCache.save")
+    says(error, "got format None, expected 'oasis-hf-cache/2'", str(path), "OasisCache.save")
     path.write_text("not a cache at all")
     with pytest.raises(SavedCacheError) as error:
         OasisCache.load(path, model)

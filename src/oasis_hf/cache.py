@@ -15,6 +15,7 @@ from . import batch, compat, persistence, rounds
 from .attention import NAME
 from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
+from .copying import duplicate, refuse_pickle
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
 from .index import index_class
@@ -147,18 +148,35 @@ class OasisCache(compat.Cache):
         Raises:
             OasisUnsupportedError: the last one broke off; it is undone.
         """
-        held = {
-            int(layer.get_seq_length())
-            for layer in self.layers
-            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
-        }
-        if self._checkpoint is not None and held != {self.ledger.columns}:
+        if self._broken:
             self._abandon()
             raise OasisUnsupportedError(
                 "an earlier forward broke off part of the way; its tokens have been taken back, "
                 "call again"
             )
         self._checkpoint = self.checkpoint()
+
+    @property
+    def _broken(self) -> bool:
+        """Whether layers hold different numbers of tokens, after a forward that broke off."""
+        held = {
+            int(layer.get_seq_length())
+            for layer in self.layers
+            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
+        }
+        return self._checkpoint is not None and held != {self.ledger.columns}
+
+    def settle(self) -> None:
+        """Undo what a forward that broke off has left, so that all parts hold the same tokens.
+
+        Raises:
+            OasisUnsupportedError: it cannot be undone in every layer.
+        """
+        if self.hook is not None:
+            self.hook.settle(self)
+        elif self._broken:
+            self._abandon()
+        self._check_whole()
 
     def _abandon(self) -> None:
         """Undo the forward in progress, where no hook does it."""
@@ -401,21 +419,49 @@ class OasisCache(compat.Cache):
         return None if self._model is None else self._model()
 
     def save(self, path: str | Path) -> None:
-        """Write the full KV to one safetensors file; see `load`."""
+        """Write the full KV to one safetensors file, which `load` reads for the same model only.
+
+        A file that is there already stays until the new one is complete.
+
+        Raises:
+            OasisUnsupportedError: a layer holds recurrent state; nothing is written.
+            FileNotFoundError: there is no such folder.
+        """
         persistence.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path, model: Any, **options: Any) -> OasisCache:
         """Read a saved cache; `options` override the saved ones, budget and index included.
 
+        The model must be the one that made it: its config (whatever changes no K or V aside), every
+        weight, its dtype, its rotary embedding and the adapters in effect are compared. All of it
+        is checked before anything is built.
+
         Raises:
-            SavedCacheError: the file belongs to another model or format.
+            SavedCacheError: the file belongs to another model or format, naming what differs, or is
+                damaged.
         """
         return persistence.load(cls, path, model, **options)
 
     def fork(self, **options: Any) -> OasisCache:
         """An independent copy, with other options if wanted: read a prompt once, try many."""
         return persistence.fork(self, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OasisCache:
+        """An independent cache that goes on exactly as this one would; it serves the same model."""
+        return duplicate(self, memo)
+
+    def __copy__(self) -> OasisCache:
+        """The same as a deep copy: two caches that share their parts would corrupt each other."""
+        return duplicate(self, {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            OasisUnsupportedError: always, naming `save`.
+        """
+        raise refuse_pickle(type(self).__name__)
 
     def stats(self) -> CacheStats:
         """What the cache holds and did; waits for the device."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .compat import CACHE_KWARGS, cache_of
+from .copying import as_original
 from .engine import TritonEngine
 from .fused import FusedLayers
 from .native import DenseLayer
@@ -48,24 +49,27 @@ class Dispatcher:
         self._original = model.forward
         self._was_instance = "forward" in model.__dict__
         self._graphs: weakref.WeakKeyDictionary[Any, StepGraphs] = weakref.WeakKeyDictionary()
+        # The signature too: Transformers asks for it.
+        functools.update_wrapper(self, self._original)
+        model.forward = self
 
-        @functools.wraps(self._original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            graphs = self._graphs.get(cache_of(kwargs)) if not args else None
-            if graphs is None:
-                return self._original(*args, **kwargs)
-            return graphs(self._original, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        graphs = self._graphs.get(cache_of(kwargs)) if not args else None
+        if graphs is None:
+            return self._original(*args, **kwargs)
+        return graphs(self._original, kwargs)
 
-        self.forward = forward
-        model.forward = forward
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: it runs its own forward on its own weights."""
+        return as_original(self._original)
 
     @classmethod
     def add(cls, model: torch.nn.Module, cache: OasisCache) -> StepGraphs:
         """Serve `cache` too; however many caches, the model's forward is replaced once."""
-        dispatcher = getattr(model.forward, "_oasis", None)
-        if dispatcher is None:
+        dispatcher = model.__dict__.get("forward")
+        if not isinstance(dispatcher, cls):
             dispatcher = cls(model)
-            dispatcher.forward._oasis = dispatcher  # type: ignore[attr-defined]
         graphs = StepGraphs(cache, model, dispatcher)
         dispatcher._graphs[cache] = graphs
         weakref.finalize(cache, dispatcher.drop_if_idle)
@@ -79,7 +83,7 @@ class Dispatcher:
     def drop_if_idle(self) -> None:
         """Put the model's own forward back once no cache is left."""
         model = self._model()
-        if model is None or len(self._graphs) or model.__dict__.get("forward") is not self.forward:
+        if model is None or len(self._graphs) or model.__dict__.get("forward") is not self:
             return
         if self._was_instance:
             model.forward = self._original

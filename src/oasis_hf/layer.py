@@ -315,6 +315,17 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
             self._forget_forward()
             self.release()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled without the cache.
+
+        Raises:
+            OasisUnsupportedError: always, naming what does it.
+        """
+        raise OasisUnsupportedError(
+            f"layer {self.layer_idx}: cannot be copied or pickled by itself; use "
+            "copy.deepcopy(cache), or cache.save(path)"
+        )
+
     def offload(self) -> None:
         """Nothing to do: this layer owns its transfers."""
 

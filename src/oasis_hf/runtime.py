@@ -84,6 +84,21 @@ class ForwardHook:
             cache.roll_back(self._checkpoint)
         self._checkpoint = None
 
+    def settle(self, cache: OasisCache) -> None:
+        """Undo a forward that an interrupt broke off; between forwards, nothing is to be done."""
+        if not self._inside:
+            self._undo(cache)
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: its hooks do nothing."""
+        return ForwardHook._idle, ()
+
+    @classmethod
+    def _idle(cls) -> ForwardHook:
+        hook = cls.__new__(cls)
+        vars(hook).update(_cache=lambda: None, _inside=False, _checkpoint=None, _handles=[])
+        return hook
+
     def __call__(
         self,
         model: torch.nn.Module,
