@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ambient import kept_steady
 from .columns import places, shift_flags
 from .geometry import GROWTH_TOKENS
 
@@ -57,6 +58,7 @@ class PaddingLedger:
         self.frozen = False
         self.static: Tensor | None = None
 
+    @kept_steady
     def append(self, valid: Tensor | None, batch: int, rows: int, device: torch.device) -> None:
         """Record `rows` new columns: valid `[B, rows]` bool, or None if all are real."""
         end = self.columns + rows
@@ -94,6 +96,7 @@ class PaddingLedger:
         self.agreed = -1
         return removed
 
+    @kept_steady
     def shift(self, by: Tensor, columns: int, device: torch.device) -> None:
         """Move each sequence by `by` `[B]` columns to the right, and hold `columns` then."""
         flags = self._reserve_real(by.shape[0], self.columns, device)
@@ -135,6 +138,7 @@ class PaddingLedger:
                 reconcile(mask)
         self.agreed = self.columns
 
+    @kept_steady
     def hide(self, mask: Tensor) -> None:
         """Record as padding what `[B, columns]` bool leaves out."""
         flags = self._reserve_real(mask.shape[0], self.columns, mask.device)
@@ -158,6 +162,7 @@ class PaddingLedger:
         found = other.any(0)
         return int(found.int().argmax()) if bool(found.any()) else count
 
+    @kept_steady
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation."""
         if self._real is not None:
@@ -165,6 +170,7 @@ class PaddingLedger:
         if self._ids is not None:
             self._ids = fn(self._ids)
 
+    @kept_steady
     def record(self) -> Record:
         """The contents, as copies."""
         real, ids = self.real(), self.ids()
@@ -174,6 +180,7 @@ class PaddingLedger:
             None if ids is None else ids.clone(),
         )
 
+    @kept_steady
     def restore(self, record: Record) -> None:
         """Return to recorded contents."""
         self.columns, self.agreed = record.columns, -1

@@ -94,7 +94,7 @@ class HostStore:
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.table is not None and self.table.is_cuda:
             return pinned_empty(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype)
+        return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
     def _add(self, slab: Tensor) -> None:
         if self.table is not None:

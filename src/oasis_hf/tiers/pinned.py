@@ -24,11 +24,11 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Raises:
         RuntimeError: the driver refuses to register the memory.
     """
-    size = torch.empty((), dtype=dtype).element_size()
+    size = dtype.itemsize
     for extent in shape:
         size *= extent
     pages = -(-size // HUGE_PAGE) * HUGE_PAGE
-    raw = torch.empty(pages + HUGE_PAGE, dtype=torch.uint8)
+    raw = torch.empty(pages + HUGE_PAGE, dtype=torch.uint8, device="cpu")
     offset = -raw.data_ptr() % HUGE_PAGE
     whole = raw[offset : offset + pages]
     # Only advice: where it is refused, pages are small.
