@@ -2,8 +2,8 @@
 
 Autocast, inference mode, gradients and `torch.compile` belong to the caller, and may be others in
 the next call. What a cache keeps outlives them all: a tensor made in inference mode cannot be
-written to outside of it, one that is part of an autograd graph keeps that graph alive, and one whose
-dtype follows autocast fits nothing that came before. So the work of a cache runs in the same
+written to outside of it, one that is part of an autograd graph keeps that graph alive, and one
+whose dtype follows autocast fits nothing that came before. So the work of a cache runs in the same
 surroundings always: no autocast, no inference mode, no gradients, outside of compiled code.
 """
 

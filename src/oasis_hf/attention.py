@@ -173,7 +173,33 @@ def oasis_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    _check(module, layer, pending, attention_mask, dropout, kwargs)
+    try:
+        with steady():
+            options = {"dropout": dropout, **kwargs}
+            out = _attend(
+                module, layer, pending, query, key, value, attention_mask, scaling, options
+            )
+            out = out.to(query.dtype).transpose(1, 2).contiguous()
+    except BaseException:
+        layer.ledger.give_up()
+        raise
+    return without_gradient(out, query, key, value), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    layer: Offloaded,
+    pending: Offloaded | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """As `oasis_attention`, over a layer of a cache: `[B, Hq, T, Dv]`."""
+    name = type(module).__name__
+    _check(module, layer, pending, attention_mask, kwargs)
     new, rows = pending is layer, query.shape[2]
     if new and key.shape[2] != rows:
         raise OasisUnsupportedError(
@@ -190,13 +216,10 @@ def oasis_attention(
     elif new and layer.leads:
         layer.ledger.append(valid, query.shape[0], rows, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with steady():
-        # Autocast may give K, V and the query dtypes of their own: those of the cache stay.
-        dtype = layer.dtype if layer.is_initialized else key.dtype
-        q, k, v = in_dtype(dtype, query, key, value)
-        out = layer.attend(q, k, v, valid, scale, new).to(query.dtype)
-        out = out.transpose(1, 2).contiguous()
-    return without_gradient(out, query, key, value), None
+    # Autocast may give K, V and the query dtypes of their own: those of the cache stay.
+    dtype = layer.dtype if layer.is_initialized else key.dtype
+    q, k, v = in_dtype(dtype, query, key, value)
+    return layer.attend(q, k, v, valid, scale, new)
 
 
 def check_width(mask: Tensor, past: int, rows: int) -> None:
@@ -227,14 +250,13 @@ def _check(
     layer: Offloaded,
     pending: Offloaded | None,
     mask: Any,
-    dropout: float,
     kwargs: dict[str, Any],
 ) -> None:
     name = type(module).__name__
-    if dropout:
+    if kwargs["dropout"]:
         raise OasisUnsupportedError(
-            f"{name}: got attention dropout {dropout}, expected 0: the model is in training mode; "
-            "call model.eval() to generate"
+            f"{name}: got attention dropout {kwargs['dropout']}, expected 0: the model is in "
+            "training mode; call model.eval() to generate"
         )
     if pending is not None and pending is not layer:
         raise OasisUnsupportedError(

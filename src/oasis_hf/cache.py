@@ -103,6 +103,7 @@ class OasisCache(compat.Cache):
         self.hook: ForwardHook | None = None
         self.turn: Turn | None = None
         self.ledger.reconcile = weakref.WeakMethod(self._reconcile)
+        self.ledger.abandon = weakref.WeakMethod(self._abandon)
         self.graphs: StepGraphs | None = None
         self._model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if isinstance(model, torch.nn.Module):
@@ -126,6 +127,15 @@ class OasisCache(compat.Cache):
         """Take one layer's new K and V `[B, H, T, D]`; attention "oasis" stores and reads them."""
         if self.hook is None and layer_idx == self._first:
             self._open()
+        try:
+            return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if layer_idx == self._ours[0]:
             self._check_whole()
             self.begin(key_states.shape[2])
@@ -151,14 +161,29 @@ class OasisCache(compat.Cache):
         return without_gradient(held, recurrent_states)
 
     def _open(self) -> None:
-        """Begin a forward of a cache without a hook: undo an earlier one that broke off."""
-        held = {self.layers[number].columns for number in self._ours}
-        whole = held == {self.ledger.columns}
-        if self._checkpoint is not None and not (
-            whole and self.ledger.columns > self._checkpoint.columns
-        ):
-            self.roll_back(self._checkpoint)
+        """Begin a forward of a cache without a hook.
+
+        Raises:
+            OasisUnsupportedError: the last one broke off; it is undone.
+        """
+        held = {
+            int(layer.get_seq_length())
+            for layer in self.layers
+            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
+        }
+        if self._checkpoint is not None and held != {self.ledger.columns}:
+            self._abandon()
+            raise OasisUnsupportedError(
+                "an earlier forward broke off part of the way; its tokens have been taken back, "
+                "call again"
+            )
         self._checkpoint = self.checkpoint()
+
+    def _abandon(self) -> None:
+        """Undo the forward in progress, where no hook does it."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if self.hook is None and checkpoint is not None:
+            self.roll_back(checkpoint)
 
     def _check_whole(self) -> None:
         """Refuse to go on from a forward that broke off part of the way."""

@@ -66,6 +66,9 @@ class Engine(ABC):
         """Whether the index is scanned by a kernel of this engine."""
         return False
 
+    def fit(self) -> None:  # noqa: B027 - most engines keep nothing between steps
+        """Build whatever has the shape of the storage anew: the storage has changed."""
+
     def join(self) -> None:  # noqa: B027 - most engines run nothing beside the current stream
         """Make the current stream wait for what still runs beside it."""
 
@@ -166,12 +169,17 @@ class TritonEngine(Engine):
     def __init__(self, storage: LayerStorage) -> None:
         super().__init__(storage)
         self.k: Any = kernels("triton")
-        s, g = storage, storage.geometry
+        s = storage
         self.kind = _native_kind(s.index) if s.config.reduction == "mean" else 0
-        pairs = s.batch_size * g.kv_heads
-        self.plan = self.k.Plan(pairs, g.budget_blocks, s.device)
-        self.moved = torch.zeros(s.batch_size, dtype=torch.int32, device=s.device)
         self.beside = Beside(s.device)
+
+    def fit(self) -> None:
+        """As in `Engine`."""
+        s, g = self.s, self.s.geometry
+        # A gather may still read the old plan.
+        self.beside.join()
+        self.plan = self.k.Plan(s.batch_size * g.kv_heads, g.budget_blocks, s.device)
+        self.moved = torch.zeros(s.batch_size, dtype=torch.int32, device=s.device)
 
     @property
     def native(self) -> bool:
@@ -233,6 +241,8 @@ class TritonEngine(Engine):
         """As in `Engine`."""
         s, cap = self.s, self.s.cap.blocks
         rows = query.contiguous().flatten(2, 3)
+        # The last of a layer's rows may be asked for alone.
+        positions = positions.contiguous()
         scores = self._scores(rows, positions, scaling)
         if s.cold:
             fill = self.k.Plan(rows.shape[0] * rows.shape[1], s.geometry.slots, s.device)

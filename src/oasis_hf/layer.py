@@ -8,13 +8,14 @@ from torch import Tensor
 
 from .compat import CacheLayerMixin, columns_to_crop
 from .config import OasisConfig
+from .contents import ByColumn
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .link import Allowance
 from .prompts import PromptLayer
 
 
-class OasisLayer(PromptLayer, CacheLayerMixin):
+class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
     """Full attention of one model layer, offloaded and attended to sparsely.
 
     Args:
@@ -280,7 +281,13 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
+            self._forget_forward()
             self.map_batch(fn)
+
+    def _forget_forward(self) -> None:
+        """Forget what the last forward left: it has the rows of the sequences of then."""
+        self._rows, self._before = None, []
+        self.ahead.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i]."""
@@ -299,9 +306,8 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         self.columns = 0
         if self.is_initialized:
             self.is_initialized = False
-            self.engine.join()
-            self.allowance.leave(self)
-            del self.store, self.pool, self.tail, self.index, self.residency, self.engine
+            self._forget_forward()
+            self.release()
 
     def offload(self) -> None:
         """Nothing to do: this layer owns its transfers."""

@@ -1,5 +1,7 @@
 """Where all K and V of one layer are, and how they move between tail, store, index and pool."""
 
+import copy
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -14,6 +16,8 @@ from .ops import choose_backend, kernels
 from .residency import Residency
 from .stats import LayerCounters
 from .tiers import HostStore, ResidentPool, Tail
+
+_epochs = itertools.count(1)
 
 
 class LayerStorage:
@@ -35,8 +39,11 @@ class LayerStorage:
         borrowed: while a history is adopted, its first tokens that the store holds already; a host
             number.
         allowance: what may be fetched in the background; shared by the layers of a cache.
+        epoch: number of the memory that the parts have; every change of storage takes a new one,
+            and no two layers of a process ever have the same. 0 before the first.
     """
 
+    epoch = 0
     config: OasisConfig
     store_layers: int
     columns: int
@@ -81,6 +88,24 @@ class LayerStorage:
         self.counters = LayerCounters(device)
         self.engine = build_engine(self)
         self.allowance.enter(self)
+        self.renew()
+
+    def renew(self) -> None:
+        """End a change of storage: a part has other memory, another shape or other sequences.
+
+        Every method that replaces a tensor of a part calls this, so that nothing outlives the
+        change: the engine builds its buffers anew, and graphs know their layers by the epoch.
+        """
+        self.epoch = next(_epochs)
+        self.engine.fit()
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self.engine.join()
+        self.allowance.leave(self)
+        del self.store, self.pool, self.tail, self.index, self.residency, self.engine
+        self.unsettle()
+        self.epoch = next(_epochs)
 
     def borrow(self, owner: "LayerStorage") -> None:
         """Use the host memory of a layer of the same shape, with all that it holds."""
@@ -91,16 +116,32 @@ class LayerStorage:
                 f"{owner.geometry.block}, expected one length and blocks of "
                 f"{self.geometry.block}; copy its history instead"
             )
+        wanted, got = self._form(), owner._form()
+        if wanted != got:
+            raise ValueError(
+                f"owner: got (batch, heads, K dim, V dim, dtype, device, backend) {got}, expected "
+                f"{wanted}; copy its history instead"
+            )
         owner.engine.join()
-        self.store, self.borrowed = owner.store, committed[0]
+        # The same slabs, also those to come; a batch operation leaves the owner's as they are.
+        self.store, self.borrowed = copy.copy(owner.store), committed[0]
+        self.renew()
+
+    def _form(self) -> tuple[object, ...]:
+        """What the shape of the host memory follows from, besides the block."""
+        g = self.geometry
+        shape = (self.batch_size, g.kv_heads, g.k_dim, g.v_dim)
+        return *shape, self.dtype, self.device, self.backend
 
     def reserve(self, rows: int) -> None:
         """Make room for the new tokens in every part that grows."""
         group = self.geometry.group
         need = round_up(self.columns + rows, group) // self.geometry.block
         self.store.ensure(need, self.store_layers)
-        self.index.ensure(self.store.blocks)
-        self.residency.ensure(self.index.capacity)
+        if self.store.blocks > self.residency.blocks:
+            self.index.ensure(self.store.blocks)
+            self.residency.ensure(self.index.capacity)
+            self.renew()
         self.columns += rows
 
     @property
@@ -376,6 +417,9 @@ class LayerStorage:
         self.committed_before = fn(self.committed_before)
         self.unsettle()
         self.batch_size = self.lengths.shape[0]
+        # What a step may fetch follows the batch.
+        self.allowance.enter(self)
+        self.renew()
 
 
 def _single(rows: slice) -> list[slice]:

@@ -172,6 +172,7 @@ def filled_cache(
         ):
             ours.copy_(theirs)
         layer.columns = tokens
+        layer.renew()
     cache.ledger.append(None, batch, tokens, first.device)
     torch.cuda.empty_cache()
     return cache

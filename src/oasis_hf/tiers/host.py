@@ -78,7 +78,12 @@ class HostStore:
         missing = ceil_div(blocks - self.blocks, self.slab_blocks)
         if missing <= 0:
             return
-        g = self.geometry
+        g, most = self.geometry, MAX_SLABS * self.slab_blocks
+        if blocks > most:
+            raise HostMemoryError(
+                f"context: got {blocks * g.block:,} tokens, expected at most {most * g.block:,}, "
+                "for which a store has room; use a shorter context"
+            )
         needed = g.store_bytes(self.batch, missing * (self.slab_blocks + 1)) * layers
         free = available_bytes()
         if needed > free:
@@ -196,9 +201,12 @@ class HostStore:
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation to every slab."""
         self._settle()
+        self.batch = fn(torch.empty(self.batch, device="cpu")).shape[0]
         old, self.slabs = self.slabs, []
+        if self.table is not None:
+            # Others that use the old slabs read the old table.
+            self.table = torch.zeros_like(self.table)
         for slab in old:
             mapped = fn(slab)
-            self.batch = mapped.shape[0]
             fresh = self._zeros(tuple(mapped.shape))
             self._add(fresh.copy_(mapped))
