@@ -22,7 +22,8 @@ from .engine import build_engine
 from .handle import OasisUnsupportedError
 from .layer import OasisLayer
 from .streams import Beside
-from .tiers import HostStore
+from .tiers import HostStore, host
+from .tiers.limits import require
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -90,9 +91,15 @@ def _store(layer: OasisLayer) -> HostStore:
     old = layer.store
     backend = "reference" if old.table is None else "triton"
     new = HostStore(old.geometry, old.batch, old.dtype, layer.device, backend)
-    new.ensure(old.blocks, layer.store_layers)
-    for target, slab in zip(new.slabs, old.slabs, strict=True):
-        target.copy_(slab)
+    # The first of the layers that are copied together checks the memory for all of them.
+    require(
+        layer.store_layers * sum(old.taken(slab.nbytes) for slab in old.slabs),
+        host.available_bytes(),
+        f"a copy of the full KV of {old.blocks} blocks x {old.batch} sequences x "
+        f"{layer.store_layers} layers",
+        "use the cache itself, or a machine with more memory; nothing has changed",
+    )
+    new.hold([new.like(slab, old.batch).copy_(slab) for slab in old.slabs])
     return new
 
 

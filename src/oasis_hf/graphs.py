@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .ambient import autocast_devices, steady, uncompiled
 from .compat import CACHE_KWARGS, cache_of
 from .copying import as_original
 from .engine import TritonEngine
 from .fused import FusedLayers
 from .native import DenseLayer
+from .wrappers import AdapterState, is_compiled
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -53,6 +55,7 @@ class Dispatcher:
         functools.update_wrapper(self, self._original)
         model.forward = self
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         graphs = self._graphs.get(cache_of(kwargs)) if not args else None
@@ -114,6 +117,7 @@ class StepGraphs:
     def __init__(self, cache: OasisCache, model: torch.nn.Module, dispatcher: Dispatcher) -> None:
         self._cache, self._model = weakref.ref(cache), weakref.ref(model)
         self._dispatcher = dispatcher
+        self._adapters = AdapterState(model)
         self._fused: FusedLayers | None = None
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._warm: set[tuple[Any, ...]] = set()
@@ -145,6 +149,11 @@ class StepGraphs:
         if reason is not None:
             self.eager[reason] = self.eager.get(reason, 0) + 1
             return forward(**kwargs)
+        with steady():
+            return self._step(cache, forward, kwargs, ids)
+
+    def _step(self, cache: OasisCache, forward: Any, kwargs: dict[str, Any], ids: Tensor) -> Any:
+        """Serve a step by a graph, after an eager one of its kind."""
         mask = kwargs.get("attention_mask")
         key = self._key(cache, ids, mask, kwargs)
         if key not in self._warm:
@@ -188,7 +197,8 @@ class StepGraphs:
         )
         rows = ids.shape[1]
         baked = (first.scanned_after(rows), first.cap_after(rows).blocks)
-        return state, baked, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
+        call = tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
+        return state, baked, *call, self._adapters()
 
     def _obstacle(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
         """Why this step cannot be a graph, or None."""
@@ -196,6 +206,11 @@ class StepGraphs:
             return "the call has unusual arguments"
         if not isinstance(kwargs.get("logits_to_keep", 0), int):
             return "logits_to_keep is a tensor"
+        if autocast_devices():
+            # Weights in another dtype are copied, and the copies live as long as autocast is on.
+            return "autocast is on"
+        if is_compiled(self._dispatcher._original):
+            return "the forward is compiled by torch.compile"
         layers = cache.offloaded
         if len(layers) != len(cache.layers) or any(isinstance(x, DenseLayer) for x in cache.layers):
             return "some layers are not offloaded"
@@ -204,6 +219,9 @@ class StepGraphs:
         if len({layer.device for layer in layers} | {ids.device}) > 1:
             return "the model is spread over devices"
         if any(layer.cold for layer in layers):
+            model = self._model()
+            if model is not None:
+                self._adapters = AdapterState(model)
             return "first step after a prompt"
         if not all(layer.engine.native for layer in layers):
             return "the index has no kernel"

@@ -109,7 +109,7 @@ class HostStore:
             # What it holds may still be on its way to or from the device.
             self.settle()
             fresh[0][:, :, : self.slab_blocks] = self.slabs[0][:, :, :-1]
-        self._place([*kept, *fresh])
+        self.hold([*kept, *fresh])
 
     def taken(self, size: int) -> int:
         """Bytes of host memory that a tensor of `size` bytes takes here."""
@@ -123,7 +123,7 @@ class HostStore:
         if self._pins:
             return pinned_empty(shape, self.dtype)
         try:
-            return torch.zeros(shape, dtype=self.dtype)
+            return torch.zeros(shape, dtype=self.dtype, device="cpu")
         except RuntimeError as error:
             raise HostMemoryError(
                 f"host memory: a slab of {shape} could not be had ({error}); use a shorter context "
@@ -134,7 +134,7 @@ class HostStore:
         """Memory of this store's kind for a slab of another batch size."""
         return self._zeros((batch, *slab.shape[1:]))
 
-    def _place(self, slabs: list[Tensor]) -> None:
+    def hold(self, slabs: list[Tensor]) -> None:
         """Hold these slabs from now on. The list stays: layers of a benchmark share it."""
         if self.table is not None:
             addresses = [slab.data_ptr() for slab in slabs]
@@ -241,6 +241,6 @@ class HostStore:
         self.slabs = []
         if self.table is not None:
             self.table = torch.zeros_like(self.table)
-        self._place(slabs)
+        self.hold(slabs)
         if slabs:
             self.batch = slabs[0].shape[0]

@@ -39,12 +39,12 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Raises:
         HostMemoryError: the memory cannot be had, or the driver refuses to register it.
     """
-    size = torch.empty((), dtype=dtype).element_size()
+    size = dtype.itemsize
     for extent in shape:
         size *= extent
     unit, pages = _unit(size), pinned_bytes(size)
     try:
-        raw = torch.empty(pages + unit, dtype=torch.uint8)
+        raw = torch.empty(pages + unit, dtype=torch.uint8, device="cpu")
     except (RuntimeError, MemoryError) as error:
         raise HostMemoryError(
             f"host memory: {pages / 1e9:.2f} GB cannot be had ({error}); lower the context or the "
