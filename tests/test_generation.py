@@ -698,12 +698,18 @@ def test_a_cache_that_holds_more_than_is_given() -> None:
     said = call(prompt())
     held = cache.get_seq_length()
     with pytest.raises(ValueError, match=r"input_ids: got 50 columns .* with 183 in the"):
-        call(prompt(50))
+        call(prompt(50), attention_mask=torch.ones(1, 100, dtype=torch.long))
     draft = draft_model("llama", "fair")
     with pytest.raises(ValueError, match="draft_cache: holds 0 columns of 190"):
         call(prompt(7), attention_mask=torch.ones(1, 190, dtype=torch.long), draft=draft)
     assert cache.get_seq_length() == held
     assert call(torch.cat([said, prompt(6)], 1)).shape[1] == said.shape[1] + 10
+    # The beginning of what it holds is answered as by a fresh cache.
+    fresh = OasisCache(model, **FULL)
+    want = oasis_hf.generation.generate(
+        model, prompt()[:, :50], past_key_values=fresh, max_new_tokens=4
+    )
+    assert torch.equal(call(prompt()[:, :50]), want)
 
 
 def test_recurrent_layers_are_refused_by_name() -> None:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oasis_hf import OasisCache
 from oasis_hf.index import INDEXES, keys2bit
 from oasis_hf.index.minmax import MinMaxIndex
+from oasis_hf.turns import turn
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -337,11 +338,20 @@ class NoHostSync:
 
 
 def walk_steps(model: Any, cache: OasisCache, mask: Tensor | None = None) -> None:
-    """Decode steps and verifications of a whole model under `NoHostSync`, over a group boundary."""
+    """Decode steps and verifications of a whole model under `NoHostSync`, over a group boundary.
+
+    As within `generate`, where masks only grow: a mask given by hand is compared with the last one,
+    which waits.
+    """
     batch = 1 if mask is None else mask.shape[0]
     cache.activate_past_recording()
-    forward(model, prompt(180, batch), cache, mask)
-    cache.crop(0)
+    with turn(cache, None, None):
+        forward(model, prompt(180, batch), cache, mask)
+        cache.crop(0)
+        _walk_steps(model, cache, batch, mask)
+
+
+def _walk_steps(model: Any, cache: OasisCache, batch: int, mask: Tensor | None) -> None:
     for step in range(10):
         rows = (1, 4)[step % 2]
         ids, options = prompt(rows, batch, seed=step), {}

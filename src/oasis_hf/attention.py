@@ -165,6 +165,27 @@ def oasis_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    try:
+        out = _attend(module, layer, pending, query, key, value, attention_mask, scaling, kwargs)
+    except BaseException:
+        layer.ledger.give_up()
+        raise
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    layer: Offloaded,
+    pending: Offloaded | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """As `oasis_attention`, over a layer of a cache: `[B, Hq, T, Dv]`."""
+    name = type(module).__name__
     _check(module, layer, pending, attention_mask, kwargs)
     new, rows = pending is layer, query.shape[2]
     if new and key.shape[2] != rows:
@@ -182,8 +203,7 @@ def oasis_attention(
     elif new and layer.leads:
         layer.ledger.append(valid, query.shape[0], rows, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(query, key, value, valid, scale, new)
-    return out.transpose(1, 2).contiguous(), None
+    return layer.attend(query, key, value, valid, scale, new)
 
 
 def check_width(mask: Tensor, past: int, rows: int) -> None:

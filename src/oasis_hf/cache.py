@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from . import compat, persistence, rounds
+from . import batch, compat, persistence, rounds
 from .attention import NAME
 from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
@@ -99,6 +99,7 @@ class OasisCache(compat.Cache):
         self.hook: ForwardHook | None = None
         self.turn: Turn | None = None
         self.ledger.reconcile = weakref.WeakMethod(self._reconcile)
+        self.ledger.abandon = weakref.WeakMethod(self._abandon)
         self.graphs: StepGraphs | None = None
         self._model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if isinstance(model, torch.nn.Module):
@@ -121,6 +122,15 @@ class OasisCache(compat.Cache):
         """Take one layer's new K and V `[B, H, T, D]`; attention "oasis" stores and reads them."""
         if self.hook is None and layer_idx == self._first:
             self._open()
+        try:
+            return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if layer_idx == self._ours[0]:
             self._check_whole()
             self.begin(key_states.shape[2])
@@ -133,17 +143,28 @@ class OasisCache(compat.Cache):
         return states
 
     def _open(self) -> None:
-        """Begin a forward of a cache without a hook: undo an earlier one that broke off."""
-        self._undo_broken()
+        """Begin a forward of a cache without a hook.
+
+        Raises:
+            OasisUnsupportedError: the last one broke off; it is undone.
+        """
+        if self._broken:
+            self._abandon()
+            raise OasisUnsupportedError(
+                "an earlier forward broke off part of the way; its tokens have been taken back, "
+                "call again"
+            )
         self._checkpoint = self.checkpoint()
 
-    def _undo_broken(self) -> None:
-        held = {self.layers[number].columns for number in self._ours}
-        whole = held == {self.ledger.columns}
-        if self._checkpoint is not None and not (
-            whole and self.ledger.columns > self._checkpoint.columns
-        ):
-            self.roll_back(self._checkpoint)
+    @property
+    def _broken(self) -> bool:
+        """Whether layers hold different numbers of tokens, after a forward that broke off."""
+        held = {
+            int(layer.get_seq_length())
+            for layer in self.layers
+            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
+        }
+        return self._checkpoint is not None and held != {self.ledger.columns}
 
     def settle(self) -> None:
         """Undo what a forward that broke off has left, so that all parts hold the same tokens.
@@ -153,9 +174,15 @@ class OasisCache(compat.Cache):
         """
         if self.hook is not None:
             self.hook.settle(self)
-        else:
-            self._undo_broken()
+        elif self._broken:
+            self._abandon()
         self._check_whole()
+
+    def _abandon(self) -> None:
+        """Undo the forward in progress, where no hook does it."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if self.hook is None and checkpoint is not None:
+            self.roll_back(checkpoint)
 
     def _check_whole(self) -> None:
         """Refuse to go on from a forward that broke off part of the way."""
@@ -227,6 +254,10 @@ class OasisCache(compat.Cache):
         self.first_round = self.prompt_expected = False
         for layer in self.offloaded[:1]:
             layer.ahead.clear()
+        # Where memory runs out, no layer has taken any of the new tokens.
+        for layer in self.offloaded:
+            if layer.is_initialized:
+                layer.grow(rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens given so far, padding included."""
@@ -320,55 +351,43 @@ class OasisCache(compat.Cache):
         self._verified = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i], in every part."""
-        self._check_rows(beam_idx, "reorder_cache")
-        self._checkpoint = None
-        self.ledger.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
-        super().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows, in every part."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(
-                f"repeats: got {repeats!r}, expected a whole number of at least 1; nothing was "
-                "changed"
-            )
-        self._checkpoint = None
-        self.ledger.map_batch(lambda t: t.repeat_interleave(repeats, 0))
-        super().batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices`, in every part."""
-        self._check_rows(indices, "batch_select_indices")
-        self._checkpoint = None
-        self.ledger.map_batch(lambda t: t[indices.to(t.device)])
-        super().batch_select_indices(indices)
-
-    def _check_rows(self, indices: Tensor, operation: str) -> None:
-        """Refuse rows that the cache does not hold, before any part is changed.
+        """Row i becomes row beam_idx[i], in every part or in none.
 
         Raises:
-            ValueError: naming the operation.
+            ValueError: numbers that are no rows of this cache.
         """
-        batch = next((x.batch_size for x in self.offloaded if x.is_initialized), None)
-        if not isinstance(indices, Tensor) or indices.ndim != 1 or indices.is_floating_point():
-            kind = type(indices).__name__
-            got = f"{indices.dtype} {tuple(indices.shape)}" if kind == "Tensor" else kind
-            raise ValueError(
-                f"{operation}: got {got}, expected a tensor of row numbers, one dimension; nothing "
-                "was changed"
-            )
-        if batch is None:
-            return
-        if indices.dtype == torch.bool:
-            fits = indices.shape[0] == batch and bool(indices.any())
-        else:
-            fits = bool(((indices >= 0) & (indices < batch)).all()) and indices.numel() > 0
-        if not fits:
-            raise ValueError(
-                f"{operation}: got rows {indices.tolist()}, expected some of 0 to {batch - 1}, the "
-                "rows that the cache holds; nothing was changed"
-            )
+        if (held := self._rows) is not None:
+            rows = batch.chosen(held, beam_idx, "beam_idx")
+            self._checkpoint = None
+            batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows, in every part or in none.
+
+        Raises:
+            HostMemoryError: the larger batch does not fit; nothing has changed.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.repeated(held, repeats)
+            self._checkpoint = None
+            batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows `indices` (numbers or a bool mask), in every part or in none.
+
+        Raises:
+            ValueError: indices that do not fit the batch of this cache.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.chosen(held, indices, "indices")
+            self._checkpoint = None
+            batch.take_all(self, rows, lambda layer: layer.batch_select_indices(rows))
+
+    @property
+    def _rows(self) -> int | None:
+        """Sequences that the cache holds, or None if it is empty."""
+        sizes = [layer.batch_size for layer in self.offloaded if layer.is_initialized]
+        return sizes[0] if sizes else None
 
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""

@@ -1,8 +1,8 @@
 """Changes of what a cache holds, made before a forward, each of which can be undone.
 
 A text may be given again with another continuation, and a mask may hide tokens that it showed
-before. Both take tokens out of the cache. As the forward that follows may still fail, what was taken
-is kept until it is over.
+before. Both take tokens out of the cache. As the forward that follows may still fail, what was
+taken is kept until it is over.
 """
 
 from __future__ import annotations

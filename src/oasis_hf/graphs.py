@@ -180,7 +180,12 @@ class StepGraphs:
         self, cache: OasisCache, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         first = cache.offloaded[0]
-        state = (id(first.store), first.store.blocks, first.tail.k.data_ptr())
+        state = (
+            tuple(x.epoch for x in cache.offloaded),
+            id(first.store),
+            first.store.blocks,
+            first.tail.k.data_ptr(),
+        )
         rows = ids.shape[1]
         baked = (first.scanned_after(rows), first.cap_after(rows).blocks)
         return state, baked, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
@@ -202,8 +207,7 @@ class StepGraphs:
             return "first step after a prompt"
         if not all(layer.engine.native for layer in layers):
             return "the index has no kernel"
-        need = layers[0].columns + ids.shape[1] + layers[0].geometry.group
-        if need > layers[0].store.blocks * layers[0].geometry.block:
+        if not all(layer.fits(ids.shape[1]) for layer in layers):
             return "the capacity grows"
         return None
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import batch
 from .compat import CacheLayerMixin
 from .config import OasisConfig
 from .handle import OasisLength, OasisUnsupportedError, attach
@@ -76,9 +77,13 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
                 there too. The owner must not go on, and of several borrowers only the newest may.
         """
         self.lazy_initialization(key, value)
-        if owner is not None:
-            self.borrow(owner)
-        self.reserve(columns)
+        try:
+            if owner is not None:
+                self.borrow(owner)
+            self.reserve(columns)
+        except BaseException:
+            self.reset()
+            raise
         if owner is not None:
             self.extend(key, value, None)
             # From now on tokens may be taken back, and others stored in their place.
@@ -276,30 +281,39 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         self._shorten(rows, tokens)
         self.fresh = 0
 
-    def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _take(self, rows: Callable[[int], Tensor]) -> None:
         if self.is_initialized:
-            self.map_batch(fn)
+            batch.take([self], rows(self.batch_size), lambda: None)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation to every part."""
+        self._forget_forward()
+        super().map_batch(fn)
+
+    def _forget_forward(self) -> None:
+        """Forget what the last forward left: it has the rows of the sequences of then."""
+        self._rows, self._before = None, []
+        self.ahead.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i]."""
-        self._apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        """Row i becomes row beam_idx[i]; the cache does so to all layers, or to none."""
+        self._take(lambda size: batch.chosen(size, beam_idx, "beam_idx"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
-        self._apply(lambda t: t.repeat_interleave(repeats, 0))
+        """Every row becomes `repeats` rows; the cache does so to all layers, or to none."""
+        self._take(lambda size: batch.repeated(size, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices` (numbers or a bool mask)."""
-        self._apply(lambda t: t[indices.to(t.device)])
+        """Keep rows `indices` (numbers or a mask); the cache does so to all layers, or to none."""
+        self._take(lambda size: batch.chosen(size, indices, "indices"))
 
     def reset(self) -> None:
         """Forget everything and give all memory back."""
         self.columns = 0
         if self.is_initialized:
             self.is_initialized = False
-            self.engine.join()
-            self.allowance.leave(self)
-            del self.store, self.pool, self.tail, self.index, self.residency, self.engine
+            self._forget_forward()
+            self.release()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled without the cache.

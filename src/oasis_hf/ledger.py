@@ -42,6 +42,7 @@ class PaddingLedger:
             is recorded; -1 if never. The forward that begins there need not be checked again.
         reconcile: weak reference to what is called with `[B, columns]` bool when a mask says
             something else about columns that are recorded; set by the cache.
+        abandon: likewise, to what is called when the attention of a layer raises an error.
         frozen: whether the columns of the forward in progress are recorded already, by the owner
             of the CUDA graph that it runs in.
         static: then `[B, T]` bool of its rows, or None if all are real.
@@ -54,6 +55,7 @@ class PaddingLedger:
         self.incoming: Tensor | None = None
         self.agreed = -1
         self.reconcile: weakref.ref[Callable[[Tensor], None]] | None = None
+        self.abandon: weakref.ref[Callable[[], None]] | None = None
         self.frozen = False
         self.static: Tensor | None = None
 
@@ -135,6 +137,12 @@ class PaddingLedger:
                 reconcile(mask)
         self.agreed = self.columns
 
+    def give_up(self) -> None:
+        """Have the forward in progress undone, where no hook does it."""
+        abandon = None if self.abandon is None else self.abandon()
+        if abandon is not None:
+            abandon()
+
     def hide(self, mask: Tensor) -> None:
         """Record as padding what `[B, columns]` bool leaves out."""
         flags = self._reserve_real(mask.shape[0], self.columns, mask.device)
@@ -144,12 +152,13 @@ class PaddingLedger:
         """How many of the tokens `[B, n]` from column `start` on are those held there, at most.
 
         Only what is known counts: padding and tokens whose ids nobody told agree with anything.
-        Waits for the device.
+        Each text may stand for several sequences, as where beams are held. Waits for the device.
         """
         count = min(ids.shape[1], self.columns - start)
         held = self.ids()
-        if held is None or count <= 0 or held.shape[0] != ids.shape[0]:
+        if held is None or count <= 0 or held.shape[0] % ids.shape[0]:
             return max(count, 0)
+        ids = ids.repeat_interleave(held.shape[0] // ids.shape[0], 0)
         held = held[:, start : start + count]
         other = (held != ids[:, :count].to(held.device)) & (held != UNKNOWN)
         real = self.real()

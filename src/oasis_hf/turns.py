@@ -2,8 +2,8 @@
 
 `generate` is given the whole text and feeds what the cache does not hold, by length alone. Where
 the text was rewritten at a place that is held already (a chat template that drops earlier
-reasoning, a prompt asked again), the answer would be that of the old text. So the ids that the cache
-was fed are compared with the text's, and what differs is taken back and read again.
+reasoning, a prompt asked again), the answer would be that of the old text. So the ids that the
+cache was fed are compared with the text's, and what differs is taken back and read again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .changes import Change, shorten
@@ -64,22 +63,24 @@ def align(cache: OasisCache, ids: Tensor | None, mask: Tensor | None) -> Change 
     if isinstance(mask, Tensor) and (mask.ndim != 2 or mask.shape[1] != length):
         return None
     same = cache.ledger.common(ids)
-    if same < min(past, length):
-        if 2 * same < length:
-            raise ValueError(
-                f"input_ids: got a text of {length} tokens, of which the cache holds the first "
-                f"{same}, expected more of the {past} that it was given; pass the whole text, or "
-                "its new tokens alone with an attention_mask over all columns; for another text "
-                "call cache.reset() first"
-            )
-        warnings.warn(
-            f"input_ids: the text differs from what the cache holds from token {same} on; the "
-            f"{past - same} tokens from there are taken back, and the text is read again",
-            stacklevel=4,
+    differs = same < min(past, length)
+    if differs and 2 * same < length:
+        raise ValueError(
+            f"input_ids: got a text of {length} tokens, of which the cache holds the first {same}, "
+            f"expected more of the {past} that it was given; pass the whole text, or its new "
+            "tokens alone with an attention_mask over all columns; for another text call "
+            "cache.reset() first"
         )
     # The logits of the last token are wanted in any case.
     keep = min(same, length - 1)
-    return shorten(cache, keep) if keep < past else None
+    change = shorten(cache, keep) if keep < past else None
+    if differs:
+        warnings.warn(
+            f"input_ids: the text differs from what the cache holds from token {same} on; the "
+            f"{past - same} tokens from there are taken back, and the text is read again",
+            stacklevel=5,
+        )
+    return change
 
 
 @contextmanager
@@ -105,8 +106,8 @@ class Generate:
     However many caches a model serves, there is one of these; it goes with the last of them.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: Any) -> None:
+        self._model: weakref.ref[Any] = weakref.ref(model)
         self._was_instance = "generate" in vars(model)
         self._original: Any = model.generate
         self._caches: weakref.WeakSet[OasisCache] = weakref.WeakSet()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from .. import compat
 from ..attention import NAME
 from ..cache import OasisCache
 from ..speculation import Speculation, SpeculationReport
+from ..turns import turn
 from .checks import check_batch, check_caches, check_model
 from .decoder import Decoder
 from .drafting import Drafter, ModelDrafter, PromptLookup
@@ -164,27 +166,31 @@ def _generate(
     if draft is not None and draft_cache is None and speculation.draft_length:
         draft_cache = _draft_cache(draft, cache)
     check_caches(model, cache, draft, draft_cache, speculation)
-    check_batch(inputs, real, cache, draft, draft_cache, logits_processor, streamer)
-    stops = Stops(stopping_criteria, generation_config.max_length)
-    text = Text(inputs, real[:, -inputs.shape[1] :], compat.pad_token(generation_config))
-    processors, sample = Processors(logits_processor), bool(generation_config.do_sample)
-    piece = generation_config.prefill_chunk_size
-    drafter: Drafter | None = None
-    if draft is not None and speculation.draft_length:
-        follower = Decoder(draft, draft_cache)
-        follower.read(inputs, real, piece)
-        drafter = ModelDrafter(follower, processors, sample)
-    elif generation_config.prompt_lookup_num_tokens and speculation.draft_length:
-        drafter = PromptLookup(generation_config.max_matching_ngram_size or 2)
-    target = Decoder(model, cache)
-    logits = target.read(inputs, real, piece)
-    keep: tuple[str, ...] = ()
-    if generation_config.return_dict_in_generate:
-        wanted = {"scores": "output_scores", "logits": "output_logits"}
-        keep = tuple(name for name, flag in wanted.items() if getattr(generation_config, flag))
-    speculation.start()
-    loop = Loop(target, drafter, text, processors, stops, speculation, sample, streamer, keep)
-    loop.run(logits)
+    with ExitStack() as turns:
+        for held in (cache, draft_cache):
+            if isinstance(held, OasisCache):
+                turns.enter_context(turn(held, inputs, real))
+        check_batch(inputs, real, cache, draft, draft_cache, logits_processor, streamer)
+        stops = Stops(stopping_criteria, generation_config.max_length)
+        text = Text(inputs, real[:, -inputs.shape[1] :], compat.pad_token(generation_config))
+        processors, sample = Processors(logits_processor), bool(generation_config.do_sample)
+        piece = generation_config.prefill_chunk_size
+        drafter: Drafter | None = None
+        if draft is not None and speculation.draft_length:
+            follower = Decoder(draft, draft_cache)
+            follower.read(inputs, real, piece)
+            drafter = ModelDrafter(follower, processors, sample)
+        elif generation_config.prompt_lookup_num_tokens and speculation.draft_length:
+            drafter = PromptLookup(generation_config.max_matching_ngram_size or 2)
+        target = Decoder(model, cache)
+        logits = target.read(inputs, real, piece)
+        keep: tuple[str, ...] = ()
+        if generation_config.return_dict_in_generate:
+            wanted = {"scores": "output_scores", "logits": "output_logits"}
+            keep = tuple(name for name, flag in wanted.items() if getattr(generation_config, flag))
+        speculation.start()
+        loop = Loop(target, drafter, text, processors, stops, speculation, sample, streamer, keep)
+        loop.run(logits)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
     return _output(loop, real, cache)
