@@ -6,6 +6,7 @@ what they say of themselves, so that PEFT need not be installed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +21,17 @@ def _holds_adapters(module: torch.nn.Module) -> bool:
     return hasattr(type(module), "merged_adapters")
 
 
-def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All modules, in a fixed order; cheaper than `model.modules()`."""
+def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The layers that hold adapters, in a fixed order; cheaper than by `model.modules()`."""
     left = [model]
     while left:
         module = left.pop()
-        yield module
-        left.extend(x for x in module._modules.values() if x is not None)
+        # A layer with adapters has parts; the adapters themselves hold none.
+        parts = [x for x in module._modules.values() if x is not None and x._modules]
+        if _holds_adapters(module):
+            yield module
+            parts = [x for x in parts if not isinstance(x, torch.nn.ModuleDict)]
+        left.extend(parts)
 
 
 def _state(module: Any) -> tuple[Any, ...]:
@@ -49,12 +54,15 @@ def _scaling(module: Any) -> dict[str, Any]:
 
 
 def adapter_state(model: torch.nn.Module) -> tuple[Any, ...]:
-    """What the adapters of a model are set to: cheap enough for every step.
+    """What the adapters of a model are set to, in well under a step's time.
 
     Compares equal until an adapter is added, removed, chosen, disabled, scaled, merged or unmerged.
     Weights are not looked at. Empty for a model without adapters.
     """
-    states: list[Any] = [_state(x) for x in _modules(model) if _holds_adapters(x)]
+    if "peft" not in sys.modules:
+        # Nothing else makes such layers, and a model without them is not to wait for this.
+        return ()
+    states: list[Any] = [_state(x) for x in _layers(model)]
     prompt = _virtual_tokens(model)
     return tuple(states if prompt is None else [prompt, *states])
 
