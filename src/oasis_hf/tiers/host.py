@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
-from ..streams import Beside
+from ..streams import Beside, wait_for
 from .pinned import pinned_empty
 
 MAX_SLABS = 4096
@@ -98,7 +98,8 @@ class HostStore:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.table is not None and self.table.is_cuda:
-            return pinned_empty(shape, self.dtype)
+            with torch.cuda.device(self.table.device):
+                return pinned_empty(shape, self.dtype)
         return torch.zeros(shape, dtype=self.dtype)
 
     def _add(self, slab: Tensor) -> None:
@@ -190,7 +191,7 @@ class HostStore:
     def _settle(self) -> None:
         """Wait until what the device writes here is visible to the host."""
         if self.table is not None and self.table.is_cuda:
-            torch.cuda.synchronize(self.table.device)
+            wait_for(self.table.device)
 
     def read_range(self, rows: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Read blocks first..last of some sequences: k `[B', H, n, b, Dk]`, v likewise."""

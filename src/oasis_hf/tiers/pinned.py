@@ -6,11 +6,15 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..streams import wait_for
+
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE = 14
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, device: torch.device) -> None:
+    """Give memory back once the device is done with it, which may still read ahead."""
+    wait_for(device)
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -42,5 +46,6 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             f"host memory: the driver refused to pin {pages / 1e9:.2f} GB (error {int(code)}); "
             "lower the context or the batch, or raise the locked-memory limit (ulimit -l)"
         )
-    weakref.finalize(raw.untyped_storage(), _unregister, whole.data_ptr())
+    device = torch.device("cuda", torch.cuda.current_device())
+    weakref.finalize(raw.untyped_storage(), _unregister, whole.data_ptr(), device)
     return whole[:size].view(dtype).view(shape)
