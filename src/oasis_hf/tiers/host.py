@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LEAST_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
-from ..streams import Beside
+from ..streams import Beside, wait_for
 from .limits import HostMemoryError, tightest
 from .pinned import pinned_bytes, pinned_empty
 
@@ -121,7 +121,9 @@ class HostStore:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self._pins:
-            return pinned_empty(shape, self.dtype)
+            assert self.table is not None
+            with torch.cuda.device(self.table.device):
+                return pinned_empty(shape, self.dtype)
         try:
             return torch.zeros(shape, dtype=self.dtype, device="cpu")
         except RuntimeError as error:
@@ -225,7 +227,7 @@ class HostStore:
     def settle(self) -> None:
         """Wait until what the device writes here is visible to the host."""
         if self.table is not None and self.table.is_cuda:
-            torch.cuda.synchronize(self.table.device)
+            wait_for(self.table.device)
 
     def read_range(self, rows: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Read blocks first..last of some sequences: k `[B', H, n, b, Dk]`, v likewise."""

@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..streams import wait_for
 from .limits import HostMemoryError, locked_limit
 
 HUGE_PAGE = 1 << 21
@@ -15,7 +16,9 @@ PAGE = 1 << 16
 MADV_HUGEPAGE = 14
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, device: torch.device) -> None:
+    """Give memory back once the device is done with it, which may still read ahead."""
+    wait_for(device)
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -68,5 +71,6 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             "lower the context or the batch, or raise the limit of locked memory (ulimit -l, now "
             f"{locked_limit()})"
         )
-    weakref.finalize(raw.untyped_storage(), _unregister, whole.data_ptr())
+    device = torch.device("cuda", torch.cuda.current_device())
+    weakref.finalize(raw.untyped_storage(), _unregister, whole.data_ptr(), device)
     return whole[:size].view(dtype).view(shape)
