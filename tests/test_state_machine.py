@@ -135,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
     @room
     @rule(count=st.sampled_from([2, 15, 17, 40, 64, 65, 130]), kind=padding, seed=seeds)
     def prompt(self, count: int, kind: str, seed: int) -> None:
-        self.cache.prompt_expected = True
+        self.cache.expect(prompt=True)
         self._feed(count, kind, seed)
 
     @room
@@ -153,8 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         seed=seeds,
     )
     def verify(self, rounds: int, count: int, rejected: int, kind: str, seed: int) -> None:
-        self.cache.activate_past_recording()
-        self.cache.first_round = False
+        self.cache.expect_drafts()
         for number in range(rounds):
             self._feed(count, kind, seed + number)
             taken = min(rejected, count)
@@ -174,8 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
         self, rounds: int, count: int, steps: bool, kind: str, spare: int, seed: int
     ) -> None:
         """Every sequence keeps its own number of tokens, fed in one forward or in several."""
-        self.cache.activate_past_recording()
-        self.cache.first_round = False
+        self.cache.expect_drafts()
         for number in range(rounds):
             start = self.length
             for step in range(count if steps else 1):
