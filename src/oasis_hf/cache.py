@@ -420,7 +420,7 @@ class OasisCache(compat.Cache):
         """
         if (held := self._rows) is not None:
             rows = batch.chosen(held, beam_idx, "beam_idx")
-            self._checkpoint = None
+            self._checkpoint = self.forward = None
             batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
 
     @kept_steady
@@ -432,7 +432,7 @@ class OasisCache(compat.Cache):
         """
         if (held := self._rows) is not None:
             rows = batch.repeated(held, repeats)
-            self._checkpoint = None
+            self._checkpoint = self.forward = None
             batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     @kept_steady
@@ -444,7 +444,7 @@ class OasisCache(compat.Cache):
         """
         if (held := self._rows) is not None:
             rows = batch.chosen(held, indices, "indices")
-            self._checkpoint = None
+            self._checkpoint = self.forward = None
             batch.take_all(self, rows, lambda layer: layer.batch_select_indices(rows))
 
     @property

@@ -76,6 +76,7 @@ def duplicate(cache: OasisCache, memo: dict[int, Any]) -> OasisCache:
         if isinstance(new, OasisLayer) and new.is_initialized:
             new.engine = build_engine(new)
             new.allowance.enter(new)
+            new.renew()
     return other
 
 

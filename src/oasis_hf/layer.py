@@ -294,7 +294,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
 
     def _forget_forward(self) -> None:
         """Forget what the last forward left: it has the rows of the sequences of then."""
-        self._rows, self._before = None, []
+        self.forward, self._rows, self._before = None, None, []
         self.ahead.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
