@@ -545,7 +545,7 @@ def batched_tensors(cache: OasisCache) -> dict[str, Tensor]:
     return {
         path: tensor
         for path, tensor in found.items()
-        if "_rows" not in path and not path.endswith(("clock", "sums"))
+        if "_rows" not in path and "forward." not in path and not path.endswith(("clock", "sums"))
     }
 
 

@@ -82,11 +82,16 @@ def record(
         The recording so far: after reading, and after each run.
 
     Raises:
-        ValueError: an unknown run.
+        ValueError: an unknown run, or more layers for an early exit than the model has.
     """
     unknown = sorted(set(runs) - set(RUNS))
     if unknown:
         raise ValueError(f"runs: got {', '.join(unknown)}, expected some of {', '.join(RUNS)}")
+    depth = model.get_decoder().config.num_hidden_layers
+    if not 1 <= setup.exit_layers <= depth:
+        raise ValueError(
+            f"exit_layers: got {setup.exit_layers}, expected 1 to {depth}, the model's layers"
+        )
     ids, context = text_ids(setup.text, tokenizer, setup.context, setup.following, setup.seed)
     cache = DynamicCache(config=model.config)
     if earlier is None:
