@@ -183,6 +183,7 @@ def _restore(cache: OasisCache, saved: Saved) -> None:
     cache.ledger.restore(Record(saved.columns, real, ids))
 
 
+@torch.no_grad()
 def fork(cache: OasisCache, **options: Any) -> OasisCache:
     """An independent cache with the same contents; `options` may change anything but the model.
 
