@@ -74,7 +74,7 @@ def test_a_stale_buffer_is_refused_before_a_launch(argument: str, wrong: Any) ->
     on = spoken()
     engine = on.driver.layer.engine
     setattr(engine, argument, wrong(getattr(engine, argument)))
-    with pytest.raises(ValueError, match="nothing was launched"):
+    with memcheck(), pytest.raises(ValueError, match="nothing was launched"):
         on.decode(1, "none", 5)
 
 
@@ -104,7 +104,7 @@ def test_launches_name_what_does_not_fit(part: str, wrong: Any, message: str) ->
         "moved": small.clone(),
     }
     given[part] = wrong(given[part])
-    with pytest.raises(ValueError, match=message):
+    with memcheck(), pytest.raises(ValueError, match=message):
         triton.advance(**given, recent=0, group=32, flushes=1)
 
 
