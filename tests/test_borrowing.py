@@ -30,6 +30,9 @@ def test_borrowers_go_on_as_forks_do(length: int) -> None:
     model = tiny_model("llama")
     base = OasisCache(model, index="streaming", on_miss="skip")
     forward(model, prompt(length, 2), base)
+    for layer in base.offloaded:
+        # A small slab that fills up would be replaced.
+        layer.grow(STEPS)
     slabs = [slab.data_ptr() for slab in base.offloaded[0].store.slabs]
     following = prompt(STEPS, 2, seed=9)
     for options in (
