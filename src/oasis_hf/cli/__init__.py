@@ -34,7 +34,10 @@ def version() -> None:
     import platform
     from importlib.metadata import version as installed
 
-    for package in ("oasis-hf", "transformers", "torch"):
+    from .. import __version__
+
+    typer.echo(f"oasis-hf {__version__}")
+    for package in ("transformers", "torch"):
         typer.echo(f"{package} {installed(package)}")
     typer.echo(f"python {platform.python_version()}")
 
