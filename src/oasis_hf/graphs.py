@@ -80,7 +80,9 @@ class Dispatcher:
     def drop_if_idle(self) -> None:
         """Put the model's own forward back once no cache is left."""
         model = self._model()
-        if model is None or len(self._graphs) or model.__dict__.get("forward") is not self.forward:
+        # A weak dictionary still counts what is about to leave it.
+        served = any(True for _ in self._graphs)
+        if model is None or served or model.__dict__.get("forward") is not self.forward:
             return
         if self._was_instance:
             model.forward = self._original

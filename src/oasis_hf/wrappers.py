@@ -67,6 +67,11 @@ def is_compiled(forward: Any) -> bool:
     )
 
 
+def adds_tokens(module: Any) -> bool:
+    """Whether the active adapter of a module feeds the model tokens of its own (prompt tuning)."""
+    return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))
+
+
 class AdapterState:
     """Which adapters of a model are in use: what a captured step has baked in.
 

@@ -1,4 +1,4 @@
-"""Prompts in pieces whose arguments are more than token ids: each goes to the tokens it belongs to."""
+"""Prompts in pieces whose arguments are more than token ids: each goes to its own tokens."""
 
 from __future__ import annotations
 
