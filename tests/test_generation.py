@@ -284,8 +284,7 @@ def test_rejected_drafts_leave_store_index_and_residents_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     driver.feed_random(generator, 3, 150)
     driver.feed_random(generator, 3, 1)
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     layer = driver.layer
     # A full budget has every block resident, so queries of drafts want none that is not.
     parts = {"store": layer.store, "index": layer.index.arrays, "pool": layer.pool}
@@ -326,8 +325,7 @@ def test_commits_are_counted() -> None:
     driver = Driver(budget=256, max_rows=8)
     generator = torch.Generator().manual_seed(0)
     driver.feed_random(generator, 2, 50)
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     driver.feed_random(generator, 2, 5)
     driver.cache.commit(5, torch.tensor([1, 4]))
     stats = driver.cache.stats()
@@ -509,7 +507,7 @@ def test_every_round_may_be_a_graph() -> None:
         mask, positions = kwargs["attention_mask"], kwargs["position_ids"]
         assert mask.shape == (3, cache.get_seq_length() + rows)
         assert positions.shape == kwargs["input_ids"].shape
-        calls.append((rows, kwargs["logits_to_keep"], cache.is_decode(rows)))
+        calls.append((rows, kwargs["logits_to_keep"], not cache.describe(rows).dense))
 
     # Ours runs before the cache's own hook would mark a prompt as such.
     handle = model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)
@@ -698,12 +696,18 @@ def test_a_cache_that_holds_more_than_is_given() -> None:
     said = call(prompt())
     held = cache.get_seq_length()
     with pytest.raises(ValueError, match=r"input_ids: got 50 columns .* with 183 in the"):
-        call(prompt(50))
+        call(prompt(50), attention_mask=torch.ones(1, 100, dtype=torch.long))
     draft = draft_model("llama", "fair")
     with pytest.raises(ValueError, match="draft_cache: holds 0 columns of 190"):
         call(prompt(7), attention_mask=torch.ones(1, 190, dtype=torch.long), draft=draft)
     assert cache.get_seq_length() == held
     assert call(torch.cat([said, prompt(6)], 1)).shape[1] == said.shape[1] + 10
+    # The beginning of what it holds is answered as by a fresh cache.
+    fresh = OasisCache(model, **FULL)
+    want = oasis_hf.generation.generate(
+        model, prompt()[:, :50], past_key_values=fresh, max_new_tokens=4
+    )
+    assert torch.equal(call(prompt()[:, :50]), want)
 
 
 def test_recurrent_layers_are_refused_by_name() -> None:

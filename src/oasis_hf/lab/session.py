@@ -149,13 +149,11 @@ def _decode(name: str, model: Any, cache: Any, ids: list[int], context: int, set
 
 def adopt(sparse: OasisCache, dense: Any) -> None:
     """Fill an empty `OasisCache` with what a dense one holds, as a prompt before drafts."""
-    sparse.activate_past_recording()
+    sparse.expect_drafts()
     for layer, held in zip(sparse.offloaded, dense.layers, strict=True):
-        layer.recording = True
         length = held.keys.shape[2]
         layer.adopt(held.keys, held.values, torch.tensor([length]), length)
     sparse.ledger.append(None, 1, length, held.keys.device)
-    sparse.first_round = False
 
 
 @torch.inference_mode()

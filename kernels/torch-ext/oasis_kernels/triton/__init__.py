@@ -1,7 +1,8 @@
 """Triton backend: launches of the kernels. Each function states what it reads and writes.
 
-Tensors are contiguous. B sequences, H KV heads, BH = B * H, Q = GQA group x rows, N blocks, S
-slots, R places of the tail; tables end in a spill entry, as in the reference.
+Tensors are contiguous, and are compared with each other before a launch (`fit`). B sequences, H KV
+heads, BH = B * H, Q = GQA group x rows, N blocks, S slots, R places of the tail; tables end in a
+spill entry, as in the reference.
 """
 
 from functools import lru_cache
@@ -12,9 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention, move, plan, score
+from .buffers import Plan, Scores
+from .fit import (
+    BYTE,
+    FLAG,
+    INT32,
+    INT64,
+    check,
+    check_scores,
+    index_of,
+    pool_of,
+    tables_of,
+    unmet,
+)  # fmt: skip
 from .settings import Settings, settings
 
-INT32 = torch.int32
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -55,6 +68,14 @@ def advance(
 ) -> None:
     """Open a step: see `move.advance_kernel`. valid `[B, T]` bool or None; positions `[B, T]`."""
     batch, rows = positions.shape
+    check(
+        "advance", positions.device,
+        ("positions", positions, (batch, rows), INT64), ("lengths", lengths, (batch,), INT64),
+        ("committed", committed, (batch,), INT64), ("moved", moved, (batch,), INT32),
+        ("clock", clock, (1,), INT32), ("counts", counts, (2,), INT32),
+    )  # fmt: skip
+    if valid is not None:
+        check("advance", positions.device, ("valid", valid, (batch, rows), FLAG))
     move.advance_kernel[(1,)](
         lengths, committed, clock, counts, valid, positions, moved, batch, recent,
         T=rows, GROUP=group, FLUSHES=flushes, BP=_pow2(batch), HAS_VALID=valid is not None,
@@ -84,40 +105,35 @@ def append(
     batch, heads, rows, k_dim = key.shape
     v_dim, block = value.shape[-1], pool[0].shape[3]
     slots = pool[0].shape[2] - 1
+    places, dtype = ring[0].shape[2] - 1, key.dtype
+    capacity, per_group = tables[0].shape[2] - 1, group // block
+    check(
+        "append", key.device,
+        ("key", key, (batch, heads, rows, k_dim), dtype),
+        ("value", value, (batch, heads, rows, v_dim), dtype),
+        ("positions", positions, (batch, rows), INT64),
+        ("moved", moved, (batch,), INT32), ("committed", committed, (batch,), INT64),
+        ("ring of keys", ring[0], (batch, heads, places + 1, k_dim), dtype),
+        ("ring of values", ring[1], (batch, heads, places + 1, v_dim), dtype),
+        *pool_of(pool, (batch, heads, slots, block, k_dim, v_dim), dtype),
+        *tables_of(tables, clock, (batch, heads, slots)),
+        ("slabs", slabs, (-1,), INT64), *index_of(index, kind, key, capacity, group, block),
+    )  # fmt: skip
+    if valid is not None:
+        check("append", key.device, ("valid", valid, (batch, rows), FLAG))
+    if per_group * block != group or places % group:
+        raise unmet("append", f"whole blocks of {block} in {group}, and these in {places} places")
+    if capacity > slabs.shape[0] * slab_blocks:
+        raise unmet("append", f"{capacity} blocks in {slabs.shape[0]} slabs of {slab_blocks}")
     arrays = (*index, key, key, key)[:3]
     move.append_kernel[(batch * heads,)](
         key, value, valid, positions, moved, committed, clock,
         *ring, *pool, *tables, slabs, *arrays,
-        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1,
+        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1, slab_blocks,
         T=rows, BLOCK=block, GROUP=group, DK=k_dim, DV=v_dim, DKP=_pow2(k_dim), DVP=_pow2(v_dim),
-        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots), SLAB=slab_blocks,
+        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots),
         KIND=kind, FLUSHES=flushes, HAS_VALID=valid is not None, num_warps=4,
     )  # fmt: skip
-
-
-class Scores:
-    """Approximate logits of candidate blocks and the sums that normalise them.
-
-    Attributes:
-        logits: `[BH, Q, C]` float32.
-        partial: `[BH, programs, Q, 2]` float32, (maximum, sum of exp) over parts.
-        positions: `[B, T]` int64 of the rows, -1 for padding, which has no say.
-        chosen: `[BH, C / per_group]` int32 groups of the candidates, or None: all blocks in order.
-        per_group: blocks per group.
-        reduce_max: whether rows are combined by the maximum of their logits.
-    """
-
-    def __init__(
-        self,
-        logits: Tensor,
-        partial: Tensor,
-        positions: Tensor,
-        chosen: Tensor | None = None,
-        per_group: int = 1,
-        reduce_max: bool = False,
-    ) -> None:
-        self.logits, self.partial, self.positions, self.chosen = logits, partial, positions, chosen
-        self.per_group, self.reduce_max = per_group, reduce_max
 
 
 def bounds(
@@ -126,6 +142,16 @@ def bounds(
 ) -> Scores:  # fmt: skip
     """Bounds of the first `count` groups: query `[B, H, Q, D]`; low, high `[B, H, N + 1, D]`."""
     batch, heads, rows, dim = query.shape
+    span = (batch, heads, low.shape[2], dim)
+    stored = low.dtype if low.dtype is BYTE else query.dtype
+    check(
+        "bounds", query.device,
+        ("query", query, (batch, heads, rows, dim), query.dtype),
+        ("low", low, span, stored), ("high", high, span, stored),
+        ("committed", committed, (batch,), INT64), ("positions", positions, (batch, -1), INT64),
+    )  # fmt: skip
+    if count >= low.shape[2]:
+        raise unmet("bounds", f"at most {low.shape[2] - 1} groups, got {count}")
     bytes_ = low.dtype == torch.uint8
     fast = _fast(query) if bytes_ else DTYPES[low.dtype]
     launch = _settings(query.device)
@@ -149,6 +175,9 @@ def candidates(
 ) -> Tensor:
     """The `count` groups with the largest bounds, in order: `[BH, count]` int32."""
     pairs, rows, groups = scores.logits.shape
+    check_scores("candidates", scores, committed, pairs // heads, heads)
+    if count > groups:
+        raise unmet("candidates", f"at most {groups} of them, got {count}")
     programs, launch = scores.partial.shape[1], _settings(scores.logits.device)
     chosen = torch.empty(pairs, count, dtype=INT32, device=scores.logits.device)
     size = _pow2(groups)
@@ -177,6 +206,19 @@ def keys2bit(
     """Two-bit logits of the chosen groups `[BH, M]`, and the tail's share: query `[B, H, Q, D]`."""
     batch, heads, rows, dim = query.shape
     groups, tokens = codes.shape[2] - 1, codes.shape[3]
+    span = (batch, heads, groups + 1)
+    check(
+        "keys2bit", query.device,
+        ("query", query, (batch, heads, rows, dim), query.dtype),
+        ("codes", codes, (*span, tokens, dim // 4), BYTE),
+        ("lowest", lowest, (*span, dim), query.dtype), ("step", step, (*span, dim), query.dtype),
+        ("chosen", chosen, (batch * heads, -1), INT32),
+        ("ring of keys", ring_k, (batch, heads, -1, dim), query.dtype),
+        ("committed", committed, (batch,), INT64), ("lengths", lengths, (batch,), INT64),
+        ("positions", positions, (batch, -1), INT64),
+    )  # fmt: skip
+    if rows % positions.shape[1]:
+        raise unmet("keys2bit", f"rows of {positions.shape[1]} tokens, got {rows}")
     count, per_group = chosen.shape[1], tokens // block
     launch = _settings(query.device)
     padded, part = _pow2(rows, 4), _pow2(dim // 4)
@@ -207,21 +249,6 @@ def given(score: Tensor, positions: Tensor) -> Scores:
     return Scores(logits, partial, positions.amax(1, keepdim=True), reduce_max=True)
 
 
-class Plan:
-    """Buffers that a plan writes: attended slots, and the lists of fetches.
-
-    Attributes:
-        attended: `[BH, K]` int32 slots in block order, -1 behind the last.
-        lists: two `[BH * K, 3]` int32 tensors of (bh, block, slot): now, and later.
-        counts: `[2]` int32, how many entries each list has; `advance` sets them to zero.
-    """
-
-    def __init__(self, pairs: int, count: int, device: torch.device) -> None:
-        self.attended = torch.empty(pairs, count, dtype=INT32, device=device)
-        self.lists = [torch.empty(pairs * count, 3, dtype=INT32, device=device) for _ in range(2)]
-        self.counts = torch.zeros(2, dtype=INT32, device=device)
-
-
 def plan_step(
     scores: Scores,
     made: Plan,
@@ -239,8 +266,21 @@ def plan_step(
 ) -> None:
     """Choose, compare, evict and list the fetches, in one kernel: see `plan.plan_kernel`."""
     pairs, rows, blocks = scores.logits.shape
-    slots = tables[1].shape[2] - 1
-    device = scores.logits.device
+    capacity, slots = tables[0].shape[2] - 1, tables[1].shape[2] - 1
+    device, batch = scores.logits.device, tables[0].shape[0]
+    check_scores("plan_step", scores, committed, batch, heads)
+    check(
+        "plan_step", device,
+        *tables_of(tables, clock, (batch, heads, slots)),
+        ("attended", made.attended, (pairs, count), INT32),
+        ("list of fetches now", made.lists[0], (pairs * count, 3), INT32),
+        ("list of fetches later", made.lists[1], (pairs * count, 3), INT32),
+        ("counts", made.counts, (2,), INT32), ("counters", counters, (7,), INT64),
+    )  # fmt: skip
+    if blocks > capacity or count > slots:
+        raise unmet(
+            "plan_step", f"at most {capacity} blocks and {slots} slots, got {blocks} and {count}"
+        )
     launch = _settings(device)
     victims = torch.empty(pairs, 3 * _pow2(slots), dtype=INT32, device=device)
     size, programs = _pow2(blocks), scores.partial.shape[1]
@@ -264,10 +304,19 @@ def gather(
     """Copy listed blocks from the store into their slots: see `move.gather_kernel`."""
     keys = pool[0].shape[3] * pool[0].shape[4]
     values = pool[1].shape[3] * pool[1].shape[4]
+    batch, heads, room, block, k_dim = pool[0].shape
+    sizes = (batch, heads, room - 1, block, k_dim, pool[1].shape[4])
+    check(
+        "gather", entries.device, *pool_of(pool, sizes, pool[0].dtype),
+        ("entries", entries, (-1, 3), INT32), ("count", count, (-1,), INT32),
+        ("slabs", slabs, (-1,), INT64),
+    )  # fmt: skip
+    if entries.shape[0] % (batch * heads):
+        raise unmet("gather", f"entries for {batch} x {heads} heads, got {entries.shape[0]}")
     launch = _settings(entries.device)
     move.gather_kernel[(launch.gather_programs,)](
-        entries, count, slabs, *pool, pool[0].shape[2] - 1,
-        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values), SLAB=slab_blocks,
+        entries, count, slabs, *pool, pool[0].shape[2] - 1, slab_blocks,
+        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values),
         num_warps=launch.gather_warps,
     )  # fmt: skip
 
@@ -285,6 +334,19 @@ def sparse_attention(
     """Attention over chosen slots and the tail: query `[B, H, Q, D]` to `[B, H, Q, Dv]`."""
     batch, heads, rows, dim = query.shape
     block, v_dim, count = pool[0].shape[3], pool[1].shape[4], attended.shape[1]
+    dtype, slots = query.dtype, pool[0].shape[2] - 1
+    check(
+        "sparse_attention", query.device,
+        ("query", query, (batch, heads, rows, dim), dtype),
+        *pool_of(pool, (batch, heads, slots, block, dim, v_dim), dtype),
+        ("attended", attended, (batch * heads, -1), INT32),
+        ("ring of keys", ring[0], (batch, heads, -1, dim), dtype),
+        ("ring of values", ring[1], (batch, heads, ring[0].shape[2], v_dim), dtype),
+        ("lengths", lengths, (batch,), INT64), ("committed", committed, (batch,), INT64),
+        ("positions", positions, (batch, -1), INT64),
+    )  # fmt: skip
+    if rows % positions.shape[1]:
+        raise unmet("sparse_attention", f"rows of {positions.shape[1]} tokens, got {rows}")
     launch = _settings(query.device)
     many = batch * heads >= launch.many_pairs
     split = launch.attention_many if many else launch.attention_few
