@@ -1,9 +1,9 @@
 """Operations of a cache in any order, against plain lists of each sequence's K and V.
 
 Prompts, decode steps, verifications, crops, commits, batch operations, resets, saving, forking,
-copying and forwards that break off, on one offloaded layer without a model. After each of them the
-cache must hold exactly what the plain lists hold, its tables must agree with each other, and at full
-budget its attention must be plain attention. Serves any engine and device.
+copying and forwards that break off, on one offloaded layer without a model. After each of them
+the cache must hold exactly what the plain lists hold, its tables must agree with each other, and at
+full budget its attention must be plain attention. Serves any engine and device.
 """
 
 from __future__ import annotations
