@@ -86,6 +86,7 @@ class ForwardHook:
         if cache is None or kwargs is None or cache_of(kwargs) is not cache:
             return
         missed = take_pending()
+        cache.forget_gradients()
         if self._inside:
             return
         if missed is not None or output is None:
