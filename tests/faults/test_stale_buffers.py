@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import GPU
 from helpers import forward, prompt, tiny_model
 from memcheck import memcheck
 from operations import Operations
@@ -17,7 +18,7 @@ from oasis_hf import OasisCache
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.usefixtures("small_slabs"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_operations.py has the GPU's"),
+    pytest.mark.skipif(GPU, reason="test_gpu_operations.py has the GPU's"),
 ]
 
 CHANGES: dict[str, Callable[[Operations], Any]] = {
@@ -71,11 +72,12 @@ def test_a_change_of_batch_leaves_no_buffer_of_the_old_one(name: str, index: str
 )
 def test_a_stale_buffer_is_refused_before_a_launch(argument: str, wrong: Any) -> None:
     """Whoever forgets to renew a buffer gets an error that names it."""
-    on = spoken()
-    engine = on.driver.layer.engine
-    setattr(engine, argument, wrong(getattr(engine, argument)))
-    with memcheck(), pytest.raises(ValueError, match="nothing was launched"):
-        on.decode(1, "none", 5)
+    with memcheck():
+        on = spoken()
+        engine = on.driver.layer.engine
+        setattr(engine, argument, wrong(getattr(engine, argument)))
+        with pytest.raises(ValueError, match="nothing was launched"):
+            on.decode(1, "none", 5)
 
 
 @pytest.mark.parametrize(
