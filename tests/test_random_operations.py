@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from engines import DEVICE, GPU
 from memcheck import memcheck
 from operations import MAX_ROWS, WEIGHTS, Operations, Player
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 SEED = int(os.environ.get("OASIS_SEED", "1"))
 """Any number will do: `OASIS_SEED=7 make gpu-test`."""
 
