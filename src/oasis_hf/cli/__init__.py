@@ -9,6 +9,8 @@ from .bench import bench
 from .evaluate import evaluate, report
 from .lookahead import lookahead
 from .models import models
+from .results import plots, tables
+from .study import study
 
 app = typer.Typer(
     name="oasis-hf",
@@ -21,6 +23,9 @@ app.command()(bench)
 app.command(name="eval")(evaluate)
 app.command()(report)
 app.command()(lookahead)
+app.add_typer(study, name="study")
+app.command()(tables)
+app.command()(plots)
 
 
 @app.callback()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 NEEDED = "pip install 'oasis-hf[eval]'"
+PACKAGES = ("datasets", "evaluate")
 
 
 def evaluate(
@@ -59,12 +60,12 @@ def evaluate(
     Choices come from defaults, then the preset, then the YAML file, then flags. Every answer is
     kept at once: the same command completes what was interrupted.
     """
-    _require()
+    require("eval", *PACKAGES)
     import torch
 
     from oasis_eval.config import ConfigError, resolve
-    from oasis_eval.report import write_report
-    from oasis_eval.run import run
+    from oasis_eval.reports.page import write_report
+    from oasis_eval.runs.run import run
 
     flags: dict[str, Any] = {
         "model": model,
@@ -84,7 +85,7 @@ def evaluate(
             run(chosen, folder, _updating(progress), batch=batch, seconds=limit)
         page = write_report(folder)
     except (ConfigError, FileNotFoundError, ModuleNotFoundError) as error:
-        _fail("eval", error)
+        fail("eval", error)
     typer.echo(page.read_text(encoding="utf-8"))
     typer.echo(f"written to {folder}")
 
@@ -96,17 +97,18 @@ def report(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where the comparison goes, too.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Only write the run's prompts there, for eval/peers.py.")
+        Path | None, typer.Option(help="Only write the run's prompts there, for oasis_eval.peers.")
     ] = None,
     peers: Annotated[
-        Path | None, typer.Option(help="Add the answers in this folder, which eval/peers.py wrote.")
+        Path | None,
+        typer.Option(help="Add the answers that oasis_eval.peers wrote there."),
     ] = None,
 ) -> None:
     """Compare two runs of `oasis-hf eval`, or write one run's report anew."""
-    _require()
-    from oasis_eval.compare import compare
-    from oasis_eval.peers import merge, write_prompts
-    from oasis_eval.report import write_report
+    require("report", *PACKAGES)
+    from oasis_eval.peers.answers import merge, write_prompts
+    from oasis_eval.reports.compare import compare
+    from oasis_eval.reports.page import write_report
 
     try:
         if second is not None and (prompts or peers):
@@ -127,20 +129,20 @@ def report(
         else:
             text = compare(first, second)
     except (FileNotFoundError, ValueError) as error:
-        _fail("report", error)
+        fail("report", error)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     typer.echo(text)
 
 
-def _require() -> None:
+def require(command: str, *packages: str) -> None:
     """End with the command that installs what is missing."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("oasis_eval", "datasets", "evaluate") if find_spec(name) is None]
+    missing = [name for name in ("oasis_eval", *packages) if find_spec(name) is None]
     if missing:
-        _fail("eval", f"needs {', '.join(missing)}; run: {NEEDED}")
+        fail(command, f"needs {', '.join(missing)}; run: {NEEDED}")
 
 
 def _progress() -> Progress:
@@ -199,6 +201,6 @@ def _telling() -> Any:
     return update
 
 
-def _fail(command: str, error: object) -> NoReturn:
+def fail(command: str, error: object) -> NoReturn:
     typer.secho(f"oasis-hf {command}: {error}", fg="red", err=True)
     raise typer.Exit(1)

@@ -1,0 +1,78 @@
+"""`oasis-hf tables` and `oasis-hf plots`: what the pages show of the results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .evaluate import fail, require
+
+
+def tables(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Of tables; those of the pages by default.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Put them into the pages.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail unless the pages have exactly these.")
+    ] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="A folder of results, or one table's file.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Another page than each table's own.")] = None,
+) -> None:
+    """Print the tables of README.md and DESIGN.md from eval/results, write or check them."""
+    require("tables")
+    from oasis_eval.tables.pages import RESULTS, ROOT, TABLES, differs, put, rendered
+
+    chosen = names or [name for name, table in TABLES.items() if table.page]
+    wrong = []
+    try:
+        if write and check:
+            raise ValueError("--check: got it together with --write; leave one out")
+        for name in chosen:
+            if name not in TABLES:
+                raise ValueError(f"names: got {name!r}, expected some of {', '.join(TABLES)}")
+        for name in chosen:
+            text = rendered(name, results or RESULTS)
+            if not (write or check):
+                typer.echo(text if len(chosen) == 1 else f"{name}\n\n{text}\n")
+                continue
+            own = page or (ROOT / TABLES[name].page if TABLES[name].page else None)
+            if own is None:
+                raise ValueError(f"names: {name} stands in no page; print it, or name a --page")
+            if write:
+                put(name, text, own)
+            elif differs(name, text, own):
+                wrong.append(f"{own.name} differs from the results: oasis-hf tables {name} --write")
+    except (ValueError, FileNotFoundError) as error:
+        fail("tables", error)
+    for line in wrong:
+        typer.echo(line)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def plots(
+    results: Annotated[
+        Path | None, typer.Option(help="A folder of results; eval/results by default.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the plots go; among the results by default.")
+    ] = None,
+    kind: Annotated[str, typer.Option(help="svg or png.")] = "svg",
+) -> None:
+    """Draw all plots of the pages and of the reports anew, from eval/results."""
+    require("plots", "matplotlib")
+    from oasis_eval.plots.everything import draw_all
+    from oasis_eval.tables.pages import RESULTS
+
+    try:
+        if kind not in ("svg", "png"):
+            raise ValueError(f"--kind: got {kind!r}, expected svg or png")
+        for file in draw_all(results or RESULTS, out, kind):
+            typer.echo(file)
+    except (ValueError, FileNotFoundError) as error:
+        fail("plots", error)
