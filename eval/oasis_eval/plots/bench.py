@@ -52,7 +52,7 @@ def decoding(results: dict[str, Any]) -> Figure:
     _bars(right, caches, sizes, "peak_hbm_bytes", 1e9, floor=False)
     right.margins(y=0.08)
     right.set_ylabel("peak HBM while decoding (GB)")
-    entitle(figure, f"Time and memory of a decode step: {_setup(results)}")
+    entitle(figure, "Time and memory of a decode step", _setup(results))
     legend(figure, 4)
     return figure
 
@@ -113,7 +113,7 @@ def throughput(results: dict[str, Any]) -> Figure:
     caches = shown(results)
     figure, ((axes,),) = figure_of(1, 1, (6.2, 4.8))
     contexts = sorted({tokens for _, tokens in sizes_of(caches)})
-    look = looks(list(caches), 0.04)
+    look = looks(list(caches), 0.04, by_index=False)
     for name, rows in caches.items():
         for context, dashes in zip(contexts, cycle(DASHES), strict=False):
             points = sorted(
@@ -123,15 +123,22 @@ def throughput(results: dict[str, Any]) -> Figure:
                 x, y = zip(*points, strict=True)
                 line = look[name].line() | {"linestyle": dashes}
                 axes.plot(look[name].beside(x), y, **line)
-        axes.plot([], [], label=name, **look[name].line() | {"linestyle": "none"})
+        _in_legend(axes, name, **look[name].line() | {"linestyle": "none"})
     for context, dashes in zip(contexts, cycle(DASHES), strict=False):
         said = f"{round(context / 1024)}K tokens of context"
-        axes.plot([], [], linestyle=dashes, color="black", label=said)
+        _in_legend(axes, said, linestyle=dashes, color="black")
     axes.set_yscale("log")
     doublings(axes, sorted({batch for batch, _ in sizes_of(caches)}), "sequences (log scale)")
     axes.yaxis.set_major_formatter(PLAIN)
     axes.set_ylabel("tokens per second (log scale)")
     axes.grid(color="0.9")
-    entitle(figure, f"Throughput of decoding: {_setup(results)}")
+    entitle(figure, "Throughput of decoding", _setup(results))
     legend(figure, 2)
     return figure
+
+
+def _in_legend(axes: Axes, label: str, **line: Any) -> None:
+    """A line that only the legend has."""
+    for drawn in axes.plot([], [], label=label, **line):
+        # Without points it would count as one in the corner of the figure.
+        drawn.set_in_layout(False)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..records import Record, grouped
-from .names import subject, tasks_of
+from .names import arm_order, subject, tasks_of
 from .style import entitle, figure_of
 
 BINS = 5
@@ -22,15 +22,17 @@ Grid = list[list[float | None]]
 
 def by_depth(about: dict[str, Any], records: list[Record]) -> Figure:
     """Percent right of tasks with one needle; a cell without samples is hatched, and says so."""
-    arms = list(grouped(records, "arm"))
+    arms = sorted(grouped(records, "arm"), key=arm_order)
     contexts = sorted({record["context"] for record in records})
     figure, panels = figure_of(
         1, len(contexts), (3 + 2.6 * len(contexts), 1.7 + 0.22 * len(arms)), sharey=True
     )
+    empty = False
     for axes, context in zip(panels[0], contexts, strict=True):
         found = grid([record for record in records if record["context"] == context], arms)
         numbers = [[float("nan") if x is None else x for x in row] for row in found]
         image = axes.imshow(numbers, vmin=0, vmax=100, cmap=COLOURS, aspect="auto")
+        empty = empty or any(None in values for values in found)
         for row, values in enumerate(found):
             for column, value in enumerate(values):
                 place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
@@ -48,8 +50,12 @@ def by_depth(about: dict[str, Any], records: list[Record]) -> Figure:
         axes.set_xlabel("depth of the needle, % of the text")
         axes.set_title(f"{context:,} tokens of context")
     figure.colorbar(image, ax=list(panels[0]), label="score, %")
-    empty = "none: no samples at that depth"
-    entitle(figure, f"{subject(about)}: score by depth", tasks_of(records, about), empty)
+    entitle(
+        figure,
+        f"{subject(about)}: percent right by depth",
+        tasks_of(records, about),
+        *(["none: no samples at that depth"] if empty else []),
+    )
     return figure
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..records import Record, grouped
-from .names import subject, tasks_of
+from .names import arm_order, subject, tasks_of
 from .style import entitle, figure_of, legend, looks, percent
 
 SHOWN = {"recall_by_layer": "recall of the best blocks, %", "mass_by_layer": "attention held, %"}
@@ -18,10 +18,10 @@ EVERY = 5
 def by_layer(about: dict[str, Any], records: list[Record]) -> Figure:
     """Recall of the truly best blocks, and attention held, over the layers; a line for each arm."""
     arms = grouped(records, "arm")
-    look = looks(list(arms))
+    look = looks(sorted(arms, key=arm_order), by_index=False)
     figure, panels = figure_of(1, 2, (9.6, 3.6 + 0.1 * len(arms)), sharey=True)
     for axes, (name, label) in zip(panels[0], SHOWN.items(), strict=True):
-        for number, (arm, found) in enumerate(arms.items()):
+        for number, (arm, found) in enumerate((arm, arms[arm]) for arm in look):
             layers = zip(*(record[name] for record in found), strict=True)
             held = [100 * sum(values) / len(values) for values in layers]
             every = (number % EVERY, EVERY) if len(held) > EVERY else None

@@ -26,7 +26,7 @@ def lookahead_layers(results: dict[str, Any]) -> Figure:
     rows = [row for row in rows if (row["head_room"], row["fetch_cap"]) == (HEAD_ROOM, None)]
     budget = min(row["budget"] for row in rows)
     rows = [row for row in rows if row["budget"] == budget and row["text"] == rows[0]["text"]]
-    look = looks(SHOWN)
+    look = looks(SHOWN, by_index=False)
     figure, panels = _panels(rows)
     for run, axes in panels:
         for number, name in enumerate(SHOWN):
@@ -41,6 +41,7 @@ def lookahead_layers(results: dict[str, Any]) -> Figure:
         results,
         rows,
         f"budget {budget:,}, {HEAD_ROOM * budget:,.0f} tokens of slots, no cap",
+        "Lines that coincide lie on one another, the wider ones below.",
     )
     legend(figure, 6)
     return figure
@@ -51,7 +52,7 @@ def lookahead_head_room(results: dict[str, Any]) -> Figure:
     rows = [row for row in _default_index(results) if row["on_miss"] == "fetch"]
     rows = [row for row in rows if row["text"] == rows[0]["text"]]
     budgets = sorted({row["budget"] for row in rows})
-    look = looks(SHOWN, 0.03)
+    look = looks(SHOWN, 0.03, by_index=False)
     figure, panels = _panels(rows)
     for run, axes in panels:
         for name in SHOWN:
@@ -69,7 +70,8 @@ def lookahead_head_room(results: dict[str, Any]) -> Figure:
                     axes.plot(places, recall, label=f"{name}, {budget:,}", **line)
         axes.set(title=RUNS[run], xlabel="resident slots per block of budget")
     said = f"budgets of {' and '.join(f'{budget:,}' for budget in budgets)}"
-    _entitle(figure, results, rows, f"{said}, at most {CAP:.0%} of a budget fetched ahead a step")
+    said += f", at most {CAP:.0%} of a budget fetched ahead a step"
+    _entitle(figure, results, rows, said, "Points of the same slots are set side by side.")
     legend(figure, 4)
     return figure
 
@@ -84,7 +86,7 @@ def _panels(rows: Cells) -> tuple[Figure, list[tuple[str, Axes]]]:
     return figure, list(zip(runs, panels[0], strict=True))
 
 
-def _entitle(figure: Figure, results: dict[str, Any], rows: Cells, setup: str) -> None:
+def _entitle(figure: Figure, results: dict[str, Any], rows: Cells, setup: str, note: str) -> None:
     """Which model on which text, and under which choices."""
     first, text = results["about"]["recordings"][0], rows[0]["text"]
     what = f"'{text}', {TEXTS[text]}" if text in TEXTS else f"'{text}'"
@@ -92,8 +94,8 @@ def _entitle(figure: Figure, results: dict[str, Any], rows: Cells, setup: str) -
         figure,
         f"{first['model']}, {first['dtype']}: {what}, {first['context']:,} tokens read and "
         f"{first['following']} decoded",
-        f"Blocks ranked by {rows[0]['index']}, misses fetched; {setup}. Lines that coincide lie "
-        "on one another, the wider below.",
+        f"Blocks ranked by {rows[0]['index']}, misses fetched; {setup}.",
+        note,
     )
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arms import DENSE, named
+from ..labels import index_order
 from ..records import OVERALL, Cells
+
+
+def arm_order(name: str) -> tuple[Any, ...]:
+    """Sorts arms: dense, then by index, options and budget; misses that are fetched come first."""
+    arm = named(name)
+    policy = name.split("/")[1:2]
+    place = index_order(name.split("/")[0])
+    return name != DENSE.name, place, policy != ["fetch"], arm.family, arm.budget
 
 
 def subject(about: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..labels import index_label, index_order
 from .scores import DENSE_LINE
@@ -33,6 +34,7 @@ def needles(results: dict[str, Any]) -> Figure:
         axes.set_title(f"{context:,} tokens of context")
         axes.set_ylabel(f"needles answered, of {count}")
         axes.set_ylim(-0.05 * count, 1.08 * count)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="0.9")
     about = results["about"]
     entitle(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-OFFSETS = ((0, 7), (0, -13), (9, -3), (-9, -3), (8, 5), (-8, 5), (8, -11), (-8, -11), (0, 15))
+OFFSETS = (
+    *((0, 6), (0, -12), (7, -3), (-7, -3), (6, 5), (-6, 5), (6, -11), (-6, -11)),
+    *((0, 14), (0, -20), (14, 8), (-14, 8), (14, -14), (-14, -14)),
+)
 """Of a word from its point, in points; the first are the nicest."""
 LETTER, HEIGHT, RADIUS = 3.6, 7.0, 3.5
 """Sizes of the words and of the points, in points."""
+STEPS = 40
+"""Boxes that stand for a piece of a line."""
 Box = tuple[float, float, float, float]
 
 
@@ -25,7 +31,7 @@ def name_points(
         left, bottom = axes.transData.transform((x, y)) * scale
         box = (left - RADIUS, bottom - RADIUS, left + RADIUS, bottom + RADIUS)
         marks.setdefault(axes, []).append(box)
-    taken: dict[Axes, list[Box]] = {axes: list(boxes) for axes, boxes in marks.items()}
+    taken = {axes: boxes + _lines(axes, scale) for axes, boxes in marks.items()}
     for axes, x, y, word, colour in points:
         left, bottom = axes.transData.transform((x, y)) * scale
         boxes = [_box(left + dx, bottom + dy, dx, word) for dx, dy in OFFSETS]
@@ -42,8 +48,23 @@ def name_points(
             color=colour,
             ha="center" if not dx else "left" if dx > 0 else "right",
             annotation_clip=False,
+            bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.2},
         )
         text.set_in_layout(False)
+
+
+def _lines(axes: Axes, scale: float) -> list[Box]:
+    """Small boxes along the lines of a panel."""
+    found = []
+    for line in axes.lines:
+        if line.get_linestyle() in ("None", "none"):
+            continue
+        corners = axes.transData.transform(line.get_xydata()) * scale
+        for one, other in pairwise(corners):
+            for step in range(STEPS + 1):
+                x, y = one + (other - one) * step / STEPS
+                found.append((x - 1, y - 1, x + 1, y + 1))
+    return found
 
 
 def _box(x: float, y: float, dx: float, word: str) -> Box:

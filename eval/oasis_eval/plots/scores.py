@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..arms import DENSE, named
-from ..labels import index_order
 from ..records import OVERALL, Cells, grouped
-from .names import subject, tasks_of
+from .names import arm_order, subject, tasks_of
 from .place import name_points
 from .style import Look, doublings, entitle, figure_of, legend, looks, percent
 
@@ -24,7 +24,7 @@ DENSE_LINE: dict[str, Any] = {"color": "black", "linestyle": (0, (2, 1)), "linew
 def over_budget(about: dict[str, Any], cells: Cells) -> Figure:
     """Mean score over the budget, a panel for each context, with dense as a line across."""
     contexts = grouped(overall(cells), "context")
-    look = looks(sorted(families(overall(cells)), key=_order))
+    look = looks(list(families(overall(cells))))
     top = 100 * max(0.1, *(cell["high"] for cell in overall(cells)))
     figure, panels = figure_of(
         1, len(contexts), (max(5.6, 4.2 * len(contexts)), 3.9 + 0.1 * len(look)), sharey=True
@@ -50,13 +50,14 @@ def over_context(about: dict[str, Any], cells: Cells) -> Figure:
     """Mean score at each context, for each arm that has more than one."""
     contexts = sorted({cell["context"] for cell in cells})
     arms = {arm: x for arm, x in grouped(overall(cells), "arm").items() if len(x) > 1}
-    names = sorted(arms, key=_order)
+    names = sorted(arms, key=arm_order)
     look = looks(names, 0.8 / len(names))
     figure, ((axes,),) = figure_of(1, 1, (max(5.6, 3.2 * len(contexts)), 4.2 + 0.1 * len(names)))
     for arm in names:
         line = sorted(arms[arm], key=lambda cell: cell["context"])
         x = [contexts.index(cell["context"]) + look[arm].shift for cell in line]
-        _with_intervals(axes, x, line, look[arm], arm)
+        # Lines would hide one another where many arms are all right.
+        _with_intervals(axes, x, line, look[arm], arm, linestyle="none")
     axes.set_xticks(range(len(contexts)), [f"{count:,}" for count in contexts])
     axes.set_xlim(-0.5, len(contexts) - 0.5)
     for edge in range(1, len(contexts)):
@@ -72,7 +73,7 @@ def over_context(about: dict[str, Any], cells: Cells) -> Figure:
 def over_cost(about: dict[str, Any], cells: Cells) -> Figure:
     """Mean score over what it takes: a row of panels for each context, a line for each family."""
     contexts = grouped(overall(cells), "context")
-    look = looks(sorted(families(overall(cells)), key=_order))
+    look = looks(list(families(overall(cells))))
     figure, panels = figure_of(
         len(contexts), 2, (9.6, 4.2 * len(contexts) + 0.1 * len(look)), sharey=True
     )
@@ -95,7 +96,7 @@ def over_cost(about: dict[str, Any], cells: Cells) -> Figure:
             axes.set(xlabel=label, title=f"{context:,} tokens of context")
             most = max((cell[name] / 1e6 for cell in counted), default=1.0)
             axes.set_xlim(-0.04 * most, 1.08 * most)
-            percent(axes, 100 * max(0.1, *(cell["mean"] for cell in found)))
+            percent(axes, 100 * max(0.1, *(cell["mean"] for cell in found)), 0.12)
         row[0].set_ylabel("score, %")
     about_points = "A number at a point is its budget, in tokens per KV head."
     entitle(figure, f"{subject(about)}: score over cost", tasks_of(cells, about), about_points)
@@ -121,12 +122,12 @@ def families(cells: Cells) -> dict[str, Cells]:
         arm = named(cell["arm"])
         if not arm.dense:
             groups.setdefault(arm.family, []).append(cell)
-    return groups
+    return {family: groups[family] for family in sorted(groups, key=_order(groups))}
 
 
-def _order(name: str) -> tuple[Any, ...]:
-    """Dense last; indexes as everywhere, and within them as they are written."""
-    return name == DENSE.name, index_order(name.split("/")[0]), name
+def _order(groups: dict[str, Cells]) -> Callable[[str], Any]:
+    """Sorts families as their first arms."""
+    return lambda family: arm_order(groups[family][0]["arm"])
 
 
 def _lines(cells: Cells, look: dict[str, Look]) -> list[tuple[str, Cells]]:
@@ -134,10 +135,12 @@ def _lines(cells: Cells, look: dict[str, Look]) -> list[tuple[str, Cells]]:
     return [(family, found[family]) for family in look if family in found]
 
 
-def _with_intervals(axes: Axes, x: list[float], line: Cells, look: Look, label: str) -> None:
+def _with_intervals(
+    axes: Axes, x: list[float], line: Cells, look: Look, label: str, **more: Any
+) -> None:
     """A line with the intervals of its points."""
     y = [100 * cell["mean"] for cell in line]
     below = [100 * (cell["mean"] - cell["low"]) for cell in line]
     above = [100 * (cell["high"] - cell["mean"]) for cell in line]
-    more = {"elinewidth": 0.8, "capsize": 1.5}
-    axes.errorbar(x, y, (below, above), label=label, **more, **look.line())
+    bars = {"elinewidth": 0.8, "capsize": 1.5, "label": label}
+    axes.errorbar(x, y, (below, above), **bars, **look.line() | more)

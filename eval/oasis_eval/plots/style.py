@@ -19,14 +19,15 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, StrMetho
 
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
-    *("#E69F00", "#56B4E9", "#555555", "#8C564B", "#000000"),
+    *("#E69F00", "#56B4E9", "#555555", "#8C564B", "#999900"),
 )
 """Okabe and Ito's palette and two more, told apart by colour-blind readers too."""
 OF_INDEX = dict(zip(("keys2bit", "minmax", "oracle", "mean", "streaming"), COLOURS, strict=False))
-"""Indexes have the same colour in all plots."""
+OF_INDEX["dense"] = "#000000"
+"""Indexes, and dense attention, have the same colour in all plots."""
 MARKERS = "osD^vP*X<>phd"
 DASHES: tuple[Any, ...] = ("solid", (0, (4, 2)), (0, (1, 1.3)), (0, (6, 2, 1, 2)))
-WIDEST, NARROWEST = 4.0, 1.2
+WIDEST, NARROWEST = 3.2, 1.2
 """Points of the lines below and above: of lines that coincide, all show."""
 APART = 0.07
 """Distance of lines at one value, in doublings of it or in places."""
@@ -72,9 +73,9 @@ class Look:
             "marker": self.marker,
             "linestyle": self.dashes,
             "linewidth": self.width,
-            "markersize": 4.5,
+            "markersize": 6,
             "markeredgecolor": "white",
-            "markeredgewidth": 0.5,
+            "markeredgewidth": 0.6,
             "clip_on": False,
         }
 
@@ -83,14 +84,16 @@ class Look:
         return [value * 2**self.shift for value in values]
 
 
-def looks(names: Sequence[str], apart: float = APART) -> dict[str, Look]:
+def looks(names: Sequence[str], apart: float = APART, by_index: bool = True) -> dict[str, Look]:
     """Looks for arms, or for lines of any names, all of them different.
 
-    The colour is that of the index where few arms share one; dashes are those of the policy for
-    misses, and the marker is each line's own.
+    Args:
+        names: of the lines, from the one that is drawn first to the one above it.
+        apart: how far each is set aside from the next.
+        by_index: colours are those of the index, dashes those of the policy for misses; else they
+            are each line's own, as markers always are.
     """
     indexes = [name.split("/")[0] for name in names]
-    by_index = len(names) == 1 or max(map(indexes.count, indexes)) < 4
     others = [colour for colour in COLOURS if colour not in OF_INDEX.values()]
     found: dict[str, Look] = {}
     for number, (name, index) in enumerate(zip(names, indexes, strict=True)):
@@ -159,9 +162,9 @@ def doublings(axes: Axes, values: Sequence[int], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def percent(axes: Axes, top: float = 100) -> None:
-    """A y axis from 0 to `top` percent, with room for markers at both ends."""
-    axes.set_ylim(-0.05 * top, 1.06 * top)
+def percent(axes: Axes, top: float = 100, room: float = 0.06) -> None:
+    """A y axis from 0 to `top` percent, with a share of room for markers at both ends."""
+    axes.set_ylim(-room * top, (1 + room) * top)
     axes.grid(color="0.9")
 
 
