@@ -64,7 +64,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 needles: $(VENV)/.demo
-	$(BIN)/python eval/needles.py
+	$(BIN)/oasis-hf study needles
 
 gpu: gpu-test gpu-bench
 

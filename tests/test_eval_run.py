@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from oasis_eval.arms import DENSE, Arm, parse
 from oasis_eval.config import ConfigError, EvalConfig, resolve
-from oasis_eval.prompt import opening, plain
-from oasis_eval.prose import Prose
-from oasis_eval.report import write_report
-from oasis_eval.run import evaluated, identity, run
-from oasis_eval.session import Session, answer
+from oasis_eval.material.prose import Prose
+from oasis_eval.material.texts import read_text
+from oasis_eval.reports.page import write_report
+from oasis_eval.runs.run import evaluated, identity, run
+from oasis_eval.runs.session import Session, answer
 from oasis_eval.tasks import sample
-from oasis_eval.texts import read_text
+from oasis_eval.tasks.prompt import opening, plain
 from oasis_hf import packaged
 from oasis_hf.cli import app
 from oasis_hf.config import OasisConfig
@@ -264,8 +264,8 @@ def test_eval_and_report_from_any_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("oasis_eval.run.smollm2", lambda: "tiny")
-    monkeypatch.setattr("oasis_eval.run.load", lambda source: pair)
+    monkeypatch.setattr("oasis_eval.runs.run.smollm2", lambda: "tiny")
+    monkeypatch.setattr("oasis_eval.runs.run.load", lambda source: pair)
     words = ["--tasks", "niah_single_2", "--contexts", "700", "--samples", "1", "--cut", "4"]
     words += ["--text", config.text, "--arms", ORACLE]
     done = runner.invoke(app, ["eval", *words, "--out", "one"], catch_exceptions=False)

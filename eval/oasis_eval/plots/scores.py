@@ -94,7 +94,7 @@ def over_cost(about: dict[str, Any], cells: Cells) -> Figure:
                     x, y = [cell[name] / 1e6], [100 * cell["mean"]]
                     axes.plot(x, y, "kX", ms=7, label="dense", clip_on=False)
             axes.set(xlabel=label, title=f"{context:,} tokens of context")
-            most = max((cell[name] / 1e6 for cell in counted), default=1.0)
+            most = max((cell[name] / 1e6 for cell in counted), default=0.0) or 1.0
             axes.set_xlim(-0.04 * most, 1.08 * most)
             percent(axes, 100 * max(0.1, *(cell["mean"] for cell in found)), 0.12)
         row[0].set_ylabel("score, %")
@@ -142,5 +142,5 @@ def _with_intervals(
     y = [100 * cell["mean"] for cell in line]
     below = [100 * (cell["mean"] - cell["low"]) for cell in line]
     above = [100 * (cell["high"] - cell["mean"]) for cell in line]
-    bars = {"elinewidth": 0.8, "capsize": 1.5, "label": label}
+    bars: dict[str, Any] = {"elinewidth": 0.8, "capsize": 1.5, "label": label}
     axes.errorbar(x, y, (below, above), **bars, **look.line() | more)

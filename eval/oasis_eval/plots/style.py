@@ -34,7 +34,7 @@ APART = 0.07
 LETTERS = 15
 """Of a title, for each inch of a figure."""
 PLAIN = StrMethodFormatter("{x:,.0f}")
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "figure.dpi": 120,
     "font.size": 9,
     "axes.spines.top": False,

@@ -59,7 +59,10 @@ class Choice:
 
 
 def choices(budgets: Sequence[int], indexes: Sequence[str]) -> list[Choice]:
-    """What is compared: indexes, then one option after another of the default index."""
+    """What is compared: indexes, then one option after another of the default index.
+
+    Budgets that do not hold a choice's sinks are left out of it.
+    """
     every = [Choice(index=index) for index in indexes]
     every += [Choice(block_size=size) for size in (4, 8, 32)]
     every += [Choice(sink_tokens=count) for count in (0, 64)]
@@ -67,7 +70,8 @@ def choices(budgets: Sequence[int], indexes: Sequence[str]) -> list[Choice]:
     every += [Choice(index=index, reduction="max") for index in ("keys2bit", "minmax")]
     every += [Choice(on_miss="skip", head_room=room) for room in (1.0, 2.0, 4.0)]
     every += [Choice(on_miss="0.01", head_room=room) for room in (1.0, 2.0)]
-    return [replace(choice, budget=budget) for choice in every for budget in budgets]
+    found = [replace(choice, budget=budget) for choice in every for budget in budgets]
+    return [choice for choice in found if choice.sink_tokens <= choice.budget]
 
 
 def code(tokenizer: Any, tokens: int) -> Tensor:
@@ -96,10 +100,11 @@ def measure(
     tell: Callable[[str], None] = print,
 ) -> Cells:
     """One record for each choice: the share held, mean and worst layer, and the share fetched."""
+    compared = [(choice, choice.config) for choice in choices(budgets, indexes)]
     layers = capture(model, code(tokenizer, context), steps)
     records = []
-    for choice in choices(budgets, indexes):
-        found = [replay.replay(layer, choice.config) for layer in layers]
+    for choice, config in compared:
+        found = [replay.replay(layer, config) for layer in layers]
         shares = [layer.mass.mean().item() for layer in found]
         fetched = [layer.fetched.mean().item() for layer in found]
         record: dict[str, Any] = {"choice": vars(choice), "changes": choice.changes}

@@ -124,9 +124,10 @@ def _place(row: dict[str, Any], rows: Cells) -> int:
 def _by_cap(row: dict[str, Any]) -> tuple[bool, int, float]:
     """Numbers first, in order; then no limit, auto, and what is fetched before attention."""
     cap = cap_of(row)
-    number = isinstance(cap, int | float)
     fetched = row["options"]["on_miss"] == "fetch"
-    return fetched, 0 if number else 1 if cap is None else 2, float(cap) if number else 0.0
+    if isinstance(cap, int | float):
+        return fetched, 0, float(cap)
+    return fetched, 1 if cap is None else 2, 0.0
 
 
 def _policy(row: dict[str, Any]) -> str:
