@@ -71,7 +71,7 @@ def test_tables_are_checked_and_written_by_their_names(tmp_path: Path) -> None:
     [
         (["needle"], "names: got 'needle', expected some of needles, needles-mass"),
         (["needles", "--results", "/no/such"], "results: got /no/such"),
-        (["needles-mass", "--check"], "needles-mass stands in no page"),
+        (["lookahead", "--check"], "lookahead stands in no page"),
         (["needles", "--check", "--write"], "--check: got it together with --write"),
         (["needles", "--check", "--page", str(ROOT / "LICENSE")], "needles:begin"),
     ],

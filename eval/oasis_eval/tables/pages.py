@@ -37,7 +37,7 @@ class Table:
 
 TABLES: dict[str, Table] = {
     "needles": Table(needles, README),
-    "needles-mass": Table(mass),
+    "needles-mass": Table(mass, DESIGN),
     "smollm2-8k": Table(accuracy, README),
     "smollm2-blocks": Table(accuracy, DESIGN),
     "retrieval": Table(accuracy, README),

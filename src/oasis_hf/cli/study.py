@@ -12,6 +12,11 @@ from .evaluate import fail, require
 RESULTS = Path("eval/results")
 INDEXES = "keys2bit,minmax,oracle,streaming,mean"
 
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
+Budgets = Annotated[str, typer.Option(help="Tokens attended to per KV head.")]
+Indexes = Annotated[str, typer.Option(help="Names, or module:Class of your own.")]
+Model = Annotated[str, typer.Option(help="A Hub id or a folder; the packaged SmolLM2 by default.")]
+
 study = typer.Typer(
     help="Smaller studies: needles over budgets, attention held, drafts, the retrieval model.",
     no_args_is_help=True,
@@ -23,10 +28,8 @@ def needles(
     contexts: Annotated[
         str, typer.Option(help="Lengths of the prompt and its answer.")
     ] = "4096,8192",
-    budgets: Annotated[
-        str, typer.Option(help="Tokens attended to per KV head.")
-    ] = "128,256,512,1024,2048",
-    indexes: Annotated[str, typer.Option(help="Names, or module:Class of your own.")] = INDEXES,
+    budgets: Budgets = "128,256,512,1024,2048",
+    indexes: Indexes = INDEXES,
     policies: Annotated[
         str, typer.Option(help="fetch, skip, or a number: fetch above that share.")
     ] = "fetch,skip,0.01",
@@ -38,9 +41,7 @@ def needles(
         str, typer.Option(help="austen, essays, reference or a file; the first there is.")
     ] = "",
     seed: Annotated[int, typer.Option(help="Of cities, numbers and places.")] = 0,
-    model: Annotated[
-        str, typer.Option(help="A Hub id or a folder; the packaged SmolLM2 by default.")
-    ] = "",
+    model: Model = "",
     dtype: Annotated[
         str, typer.Option(help="float32 or bfloat16; what the machine is fast in.")
     ] = "",
@@ -62,7 +63,7 @@ def needles(
     out: Annotated[
         Path | None, typer.Option(help="The summary; the log of answers lies next to it.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     """Which index, at which budget, still finds a fact that dense attention finds in real prose?
 
@@ -100,15 +101,11 @@ def needles(
 def attention(
     context: Annotated[int, typer.Option(help="Tokens of code.", min=256)] = 4096,
     steps: Annotated[int, typer.Option(help="Last tokens that are replayed.", min=1)] = 48,
-    budgets: Annotated[
-        str, typer.Option(help="Tokens attended to per KV head.")
-    ] = "128,256,512,1024",
+    budgets: Budgets = "128,256,512,1024",
     indexes: Annotated[str, typer.Option(help="What ranks the blocks.")] = INDEXES,
-    model: Annotated[
-        str, typer.Option(help="A Hub id or a folder; the packaged SmolLM2 by default.")
-    ] = "",
+    model: Model = "",
     out: Annotated[Path, typer.Option(help="The results.")] = RESULTS / "needles-mass.json",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     """How much of the true attention do the chosen blocks hold, on real code, teacher-forced?
 
@@ -134,7 +131,7 @@ def draft_budget(
     budgets: Annotated[str, typer.Option(help="Of the draft's cache.")] = "2048,1024,512,256,128",
     text: Annotated[str, typer.Option(help="As in oasis-hf eval --text.")] = "reference",
     out: Annotated[Path, typer.Option(help="The results.")] = RESULTS / "draft-budget.json",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     """What does it cost in acceptance that a draft attends to a bounded number of tokens?"""
     require("study draft-budget")
@@ -159,7 +156,7 @@ def retrieval_model(
         str, typer.Option(help="Tokens at which accuracy is measured.")
     ] = "256,1024,4096,8192",
     asked: Annotated[int, typer.Option(help="Questions of a measurement.", min=1)] = 128,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     """Train the small model that eval/configs/retrieval.yaml evaluates at 32K and 128K tokens."""
     require("study retrieval-model")
