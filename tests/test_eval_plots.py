@@ -177,4 +177,4 @@ def test_the_command_draws_results_and_says_where_there_are_none(tmp_path: Path)
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0 and (tmp_path / "out" / "plots" / "decoding.png").exists()
     ran = CliRunner().invoke(app, ["plots", "--results", str(tmp_path / "out")])
-    assert ran.exit_code == 1 and "holds no results" in ran.output
+    assert ran.exit_code == 2 and "holds no results" in ran.output

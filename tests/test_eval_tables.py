@@ -78,7 +78,7 @@ def test_tables_are_checked_and_written_by_their_names(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_done_is_said_in_a_line(words: list[str], message: str) -> None:
     ran = tables(*words)
-    assert ran.exit_code == 1 and message in ran.output
+    assert ran.exit_code == 2 and message in ran.output
 
 
 # ---- needles -----------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ def command(
     """A short run on the tiny model, every answer of which counts as right."""
     monkeypatch.setattr(needles, "smollm2", lambda: "tiny")
     monkeypatch.setattr(needles, "load", lambda source: (model, tokenizer))
+    parts = (model.config, tokenizer)
+    monkeypatch.setattr("oasis_hf.cli.study.model_parts", lambda name, work: parts)
     monkeypatch.setattr(haystack.Needle, "answer", property(lambda needle: ""))
     (tmp_path / "text.txt").write_text(TEXT)
     words = "--contexts 400 --budgets 32 --indexes keys2bit,minmax --policies fetch,0.01"
@@ -123,7 +125,7 @@ def command(
 
 
 def test_a_run_and_its_resumption(command: list[str], tmp_path: Path) -> None:
-    out = study("needles", *command).stdout
+    out = study("needles", *command).output
     assert out.count("read") == 2
     report = json.loads((tmp_path / "needles.json").read_text())
     assert report["dense"] == [{"context": 400, "hits": 3, "of": 3, "interval": list(wilson(3, 3))}]
@@ -138,7 +140,7 @@ def test_a_run_and_its_resumption(command: list[str], tmp_path: Path) -> None:
 
     log = tmp_path / "needles.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
-    again = study("needles", *command, "--resume").stdout
+    again = study("needles", *command, "--resume").output
     assert again.count("read") == 1 and again.count("/fetch/") == 1
     assert json.loads((tmp_path / "needles.json").read_text())["cells"] == report["cells"]
 
@@ -177,10 +179,12 @@ def test_options_of_the_cache_reach_every_arm() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budgets", "12x"], "--budgets: got '12x', expected whole numbers"),
+        (["--budgets", "12x"], "--budgets: got '12x', expected tokens"),
         (["--indexes", ""], "--indexes: got ''"),
         (["--indexes", "best"], "arms: got index 'best', expected one of"),
         (["--options", "size=8"], "arms: got 'size'"),
+        (["--indexes", "minmax", "--policies", "0.01"], "policies: got 0.01, under which none"),
+        (["--dtype", "int8"], "dtype: got 'int8', expected float32 or bfloat16"),
         (["--text", "/no/such.txt"], "/no/such.txt"),
     ],
 )
@@ -188,7 +192,7 @@ def test_choices_that_cannot_be_used_are_named(
     words: list[str], message: str, tmp_path: Path
 ) -> None:
     ran = study("needles", *words, "--out", str(tmp_path / "needles.json"))
-    assert ran.exit_code == 1 and message in ran.output
+    assert ran.exit_code == 2 and message in ran.output
     assert not list(tmp_path.iterdir())
 
 
@@ -212,6 +216,8 @@ def test_every_choice_is_measured_and_written(
 ) -> None:
     monkeypatch.setattr(attention_held, "smollm2", lambda: "tiny")
     monkeypatch.setattr(attention_held, "load", lambda source: (model, tokenizer))
+    parts = (model.config, tokenizer)
+    monkeypatch.setattr("oasis_hf.cli.study.model_parts", lambda name, work: parts)
     out = tmp_path / "mass.json"
     words = ["--context", "400", "--steps", "2", "--budgets", "32,64", "--indexes", "keys2bit"]
     ran = study("attention", *words, "--out", str(out))

@@ -25,8 +25,21 @@ OVERALL = "all tasks"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What a JSON file holds."""
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    """The object that a JSON file holds.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    return _object(file.read_text(encoding="utf-8"), str(file))
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON; expected what `oasis-hf` wrote") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds no object; expected what `oasis-hf` wrote")
     return found
 
 
@@ -37,12 +50,16 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def read_records(log: Path) -> list[Record]:
-    """All records of a file; a last line that was not written in full is dropped, on disk too."""
+    """All records of a file; a last line that was not written in full is dropped, on disk too.
+
+    Raises:
+        ValueError: a line is no record.
+    """
     text = log.read_text(encoding="utf-8")
     whole, _, torn = text.rpartition("\n")
     if torn:
         log.write_text(whole + "\n" if whole else "", encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [_object(line, f"{log}, line {n}") for n, line in enumerate(whole.splitlines(), 1)]
 
 
 def as_lines(records: Iterable[Record]) -> str:
@@ -61,6 +78,7 @@ def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
     Raises:
         FileNotFoundError: the folder holds no run.
+        ValueError: its files are not those of a run, or it has no results yet.
     """
     about, log = folder / CONFIG, folder / SAMPLES
     for file in (about, log):
@@ -72,6 +90,11 @@ def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     if (folder / PEERS).exists():
         records += read_records(folder / PEERS)
         made["peers"] = read_json(folder / PEERS_ABOUT)
+    for record in records:
+        if not {"task", "context", "number", "arm"} <= set(record):
+            raise ValueError(f"{log}: holds {record}, expected results of `oasis-hf eval`")
+    if not records:
+        raise ValueError(f"{folder} holds no results yet; let `oasis-hf eval` answer some first")
     return made, records
 
 

@@ -75,6 +75,20 @@ class Settings:
         """What is compared, besides dense attention."""
         return plan(self.indexes, self.policies, self.budgets, self.every, self.options)
 
+    def check(self) -> None:
+        """That there are arms, and that each can be used.
+
+        Raises:
+            ValueError: it cannot; says which part of it.
+        """
+        if not self.arms:
+            raise ValueError(
+                f"policies: got {', '.join(self.policies)}, under which none of "
+                f"{', '.join(self.indexes)} is run; add fetch"
+            )
+        if self.dtype not in ("", "float32", "bfloat16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
+
 
 def run(
     settings: Settings, out: Path, resume: bool = False, tell: Callable[[str], None] = print
@@ -85,7 +99,7 @@ def run(
         settings: what to run.
         out: the summary; the log has its name and the ending .jsonl.
         resume: keep the answers of an earlier run with the same prompts.
-        tell: told what is done.
+        tell: told what is done, a line at a time.
 
     Raises:
         ValueError: an arm cannot be used.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ from ..records import write_json
 from .circuit import lay
 from .language import Batch, Words, draw, tokenizer
 
+Tell = Callable[[str], None]
+"""Told how it goes, a line at a time."""
 SPAN = 131_072
 INITIALISED = "with a previous-token head and a matching head (retrieval.circuit), then trained"
 SMALL = 1e-3
@@ -129,7 +131,12 @@ def rightly(logits: torch.Tensor, batch: Batch) -> float:
 
 
 def train(
-    model: Any, words: Words, stages: list[Stage], span: int, generator: torch.Generator
+    model: Any,
+    words: Words,
+    stages: list[Stage],
+    span: int,
+    generator: torch.Generator,
+    tell: Tell = print,
 ) -> list[dict[str, Any]]:
     """Run the stages; returns what was lost, and when."""
     device = generator.device
@@ -166,13 +173,18 @@ def train(
                 look |= {"right": round(rightly(logits, batch), 4)}
                 look["seconds"] = round(time.perf_counter() - started, 1)
                 history.append(look)
-                print(", ".join(f"{name} {value}" for name, value in look.items()), flush=True)
+                tell(", ".join(f"{name} {value}" for name, value in look.items()))
     return history
 
 
 @torch.inference_mode()
 def accuracy(
-    model: Any, words: Words, lengths: Sequence[int], generator: torch.Generator, asked: int
+    model: Any,
+    words: Words,
+    lengths: Sequence[int],
+    generator: torch.Generator,
+    asked: int,
+    tell: Tell = print,
 ) -> list[dict[str, Any]]:
     """Share of about `asked` questions answered right in full, at natural positions."""
     found = []
@@ -188,7 +200,7 @@ def accuracy(
             share = sum(right) / len(right)
             count = batch.asked.shape[1] * rows * len(right)
             found.append({"length": length, "facts": facts, "asked": count, "right": share})
-            print(f"{length} tokens, {facts} facts: {share:.4f} of {count} right", flush=True)
+            tell(f"{length} tokens, {facts} facts: {share:.4f} of {count} right")
     return found
 
 
@@ -199,6 +211,7 @@ def make(
     device: str = "cpu",
     lengths: Sequence[int] = LENGTHS,
     asked: int = 128,
+    tell: Tell = print,
 ) -> None:
     """Trains the model, measures it and saves it.
 
@@ -209,16 +222,17 @@ def make(
         device: where to train, such as "cuda".
         lengths: tokens at which accuracy is measured.
         asked: questions of a measurement.
+        tell: told how it goes, a line at a time.
     """
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
     words = Words()
     model = build(words, random).to(device).train()
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{count / 1e6:.2f} million parameters on {device}", flush=True)
-    before = accuracy(model, words, lengths, generator, asked)
+    tell(f"{count / 1e6:.2f} million parameters on {device}")
+    before = accuracy(model, words, lengths, generator, asked, tell)
     started = time.perf_counter()
-    history = train(model, words, STAGES, SPAN, generator)
+    history = train(model, words, STAGES, SPAN, generator, tell)
     trained = time.perf_counter() - started
     # Saved before it is measured, and measured as it was saved.
     model = model.to(torch.bfloat16).eval()
@@ -238,9 +252,9 @@ def make(
         "seconds": round(trained, 1),
         "sha256": hashlib.sha256(weights).hexdigest(),
         "accuracy_initialised": before,
-        "accuracy": accuracy(model.float(), words, lengths, generator, asked),
+        "accuracy": accuracy(model.float(), words, lengths, generator, asked, tell),
         "history": history,
         "about": about,
     }
     write_json(out / "recipe.json", recipe)
-    print(f"written to {out}: {len(weights) / 1e6:.1f} MB, sha256 {recipe['sha256'][:12]}")
+    tell(f"written to {out}: {len(weights) / 1e6:.1f} MB, sha256 {recipe['sha256'][:12]}")

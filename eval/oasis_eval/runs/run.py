@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from oasis_hf.compat import text_config
 from oasis_hf.packaged import load, smollm2
 
 from ..arms import Arm
@@ -69,7 +70,7 @@ def run(
     logging.disable_progress_bar()
     options = {"dtype": config.dtype} if config.dtype else {}
     model, tokenizer = pair or load(config.model or smollm2(), **options)
-    check_length(model, config)
+    check_length(model.config, config)
     text = config.text or available()
     about = describe(model) | {"text": source_name(text)}
     about |= {"config": config.as_dict(), "digest": config.digest}
@@ -125,24 +126,39 @@ def opened(config: EvalConfig, out: Path) -> list[Record]:
     Raises:
         ConfigError: they are of another config; the message names what differs.
     """
-    about = out / CONFIG
-    if about.exists():
-        found = read_json(about)
-        if found["digest"] != config.digest:
-            old, new = found["config"], config.as_dict()
-            keys = [key for key in new if new[key] != old.get(key)]
-            raise ConfigError(
-                f"out: {out} holds a run with other {', '.join(keys)}; name another folder, or "
-                "run it with the config that it has"
-            )
+    check_folder(config, out)
     out.mkdir(parents=True, exist_ok=True)
     log = out / SAMPLES
-    return read_records(log) if log.exists() else []
+    try:
+        return read_records(log) if log.exists() else []
+    except ValueError as error:
+        raise ConfigError(f"{error}; remove the line to have it made again") from error
 
 
-def check_length(model: Any, config: EvalConfig) -> None:
+def check_folder(config: EvalConfig, out: Path) -> None:
+    """Raise `ConfigError` where a folder holds the run of another config."""
+    about = out / CONFIG
+    if not about.exists():
+        return
+    try:
+        made = read_json(about)
+        digest, old = made["digest"], dict(made["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"out: got {out}, whose {CONFIG} is not that of a run; name another folder"
+        ) from error
+    if digest != config.digest:
+        new = config.as_dict()
+        keys = [key for key in new if new[key] != old.get(key)]
+        raise ConfigError(
+            f"out: {out} holds a run with other {', '.join(keys)}; name another folder, or "
+            "run it with the config that it has"
+        )
+
+
+def check_length(model_config: Any, config: EvalConfig) -> None:
     """Raise `ConfigError` for contexts that the model has no positions for."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = getattr(text_config(model_config), "max_position_embeddings", None)
     for context in config.contexts:
         if most is not None and context > most:
             raise ConfigError(f"contexts: got {context}, but the model has {most} positions")

@@ -223,5 +223,5 @@ def attended(cache: OasisCache, lengths: range) -> float:
     total = 0
     for length in lengths:
         stored = max(0, length - config.recent_tokens) // group * group
-        total += min(config.budget, stored) + length + 1 - stored
+        total += min(config.budget_blocks * config.block_tokens, stored) + length + 1 - stored
     return round(total / len(lengths), 1)

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .evaluate import fail, require
+from .checks import output_folder
+from .errors import Mistake
+from .evaluate import require
+from .terminal import working
 
 
 def tables(
@@ -24,31 +27,31 @@ def tables(
     page: Annotated[Path | None, typer.Option(help="Another page than each table's own.")] = None,
 ) -> None:
     """Print the tables of README.md and DESIGN.md from eval/results, write or check them."""
-    require("tables")
+    require()
     from oasis_eval.tables.pages import RESULTS, ROOT, TABLES, differs, put, rendered
 
+    if write and check:
+        raise Mistake("--check: got it together with --write; leave one out")
     chosen = names or [name for name, table in TABLES.items() if table.page]
+    for name in chosen:
+        if name not in TABLES:
+            raise Mistake(f"names: got {name!r}, expected some of {', '.join(TABLES)}")
+        if (write or check) and not (page or TABLES[name].page):
+            raise Mistake(f"names: {name} stands in no page; print it, or name a --page")
     wrong = []
     try:
-        if write and check:
-            raise ValueError("--check: got it together with --write; leave one out")
-        for name in chosen:
-            if name not in TABLES:
-                raise ValueError(f"names: got {name!r}, expected some of {', '.join(TABLES)}")
         for name in chosen:
             text = rendered(name, results or RESULTS)
             if not (write or check):
                 typer.echo(text if len(chosen) == 1 else f"{name}\n\n{text}\n")
                 continue
-            own = page or (ROOT / TABLES[name].page if TABLES[name].page else None)
-            if own is None:
-                raise ValueError(f"names: {name} stands in no page; print it, or name a --page")
+            own = page or ROOT / TABLES[name].page
             if write:
                 put(name, text, own)
             elif differs(name, text, own):
                 wrong.append(f"{own.name} differs from the results: oasis-hf tables {name} --write")
-    except (ValueError, FileNotFoundError) as error:
-        fail("tables", error)
+    except (OSError, ValueError) as error:
+        raise Mistake(str(error)) from error
     for line in wrong:
         typer.echo(line)
     if wrong:
@@ -65,14 +68,18 @@ def plots(
     kind: Annotated[str, typer.Option(help="svg or png.")] = "svg",
 ) -> None:
     """Draw all plots of the pages and of the reports anew, from eval/results."""
-    require("plots", "matplotlib")
-    from oasis_eval.plots.everything import draw_all
-    from oasis_eval.tables.pages import RESULTS
+    if kind not in ("svg", "png"):
+        raise Mistake(f"--kind: got {kind!r}, expected svg or png")
+    if out is not None:
+        output_folder("--out", out)
+    with working("drawing") as work:
+        require("matplotlib")
+        from oasis_eval.plots.everything import draw_all
+        from oasis_eval.tables.pages import RESULTS
 
-    try:
-        if kind not in ("svg", "png"):
-            raise ValueError(f"--kind: got {kind!r}, expected svg or png")
-        for file in draw_all(results or RESULTS, out, kind):
-            typer.echo(file)
-    except (ValueError, FileNotFoundError) as error:
-        fail("plots", error)
+        try:
+            for file in draw_all(results or RESULTS, out, kind):
+                typer.echo(file)
+                work.stage("drawing")
+        except (OSError, ValueError) as error:
+            raise Mistake(str(error)) from error

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .evaluate import fail, require
+from .checks import fits, numbers, output_file, output_folder, positions, words
+from .errors import Failure, Mistake
+from .evaluate import model_parts, require
+from .terminal import Work, working
 
 RESULTS = Path("eval/results")
+SHORTEST = 128
+"""Tokens of the shortest context of a study."""
 INDEXES = "keys2bit,minmax,oracle,streaming,mean"
 
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
@@ -69,19 +76,20 @@ def needles(
 
     `oasis-hf tables needles` prints the table.
     """
-    require("study needles")
-    _use(threads)
-    from oasis_eval.needles.run import Settings, run
-
     if quick:
         contexts, budgets, policies, needles = "2048", "128,256", "fetch", 4
-    name = "needles-quick.json" if quick else "needles.json"
-    try:
+    file = out or RESULTS / ("needles-quick.json" if quick else "needles.json")
+    lengths, sizes = numbers("--contexts", contexts, SHORTEST), numbers("--budgets", budgets, 1)
+    names = words("--indexes", indexes), words("--policies", policies)
+    with _studying(file, threads) as work:
+        from oasis_eval.material.texts import available, read_text
+        from oasis_eval.needles.run import Settings, run
+
         settings = Settings(
-            contexts=_numbers("contexts", contexts),
-            budgets=_numbers("budgets", budgets),
-            indexes=_words("indexes", indexes),
-            policies=_words("policies", policies),
+            contexts=lengths,
+            budgets=sizes,
+            indexes=names[0],
+            policies=names[1],
             needles=needles,
             rows=rows,
             text=text,
@@ -92,9 +100,18 @@ def needles(
             lead_in=lead_in,
             every=every,
         )
-        run(settings, out or RESULTS / name, resume, _say)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        fail("study needles", error)
+        try:
+            settings.check()
+        except ValueError as error:
+            raise Mistake(str(error)) from error
+        try:
+            read_text(text or available())
+        except (OSError, ValueError) as error:
+            raise Mistake(f"--text: got {text!r}: {error}") from error
+        config, _ = model_parts(model, work)
+        fits(positions(config), "--contexts", max(lengths), "use shorter contexts")
+        work.stage("loading the model")
+        run(settings, file, resume, work.line)
 
 
 @study.command()
@@ -111,15 +128,21 @@ def attention(
 
     `oasis-hf tables needles-mass` prints the table.
     """
-    require("study attention")
-    _use(threads)
-    from oasis_eval.studies.attention_held import run
+    sizes, names = numbers("--budgets", budgets, 1), words("--indexes", indexes)
+    with _studying(out, threads) as work:
+        from oasis_eval.studies.attention_held import choices, run
 
-    try:
-        chosen = _numbers("budgets", budgets), _words("indexes", indexes)
-        run(out, context, steps, *chosen, model, _say)
-    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-        fail("study attention", error)
+        try:
+            for choice in choices(sizes, names):
+                _ = choice.config
+        except (TypeError, ValueError) as error:
+            raise Mistake(str(error)) from error
+        if steps >= context:
+            raise Mistake(f"--steps: got {steps}, expected fewer than the context, {context}")
+        config, _ = model_parts(model, work)
+        fits(positions(config), "--context", context, "use a shorter one")
+        work.stage("loading the model")
+        run(out, context, steps, sizes, names, model, work.line)
 
 
 @study.command(name="draft-budget")
@@ -134,14 +157,19 @@ def draft_budget(
     threads: Threads = None,
 ) -> None:
     """What does it cost in acceptance that a draft attends to a bounded number of tokens?"""
-    require("study draft-budget")
-    _use(threads)
-    from oasis_eval.studies.draft_budget import run
+    sizes = numbers("--budgets", budgets, 1)
+    with _studying(out, threads) as work:
+        from oasis_eval.material.texts import read_text
+        from oasis_eval.studies.draft_budget import run
 
-    try:
-        run(out, context, rows, new, length, _numbers("budgets", budgets), text, _say)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        fail("study draft-budget", error)
+        try:
+            read_text(text)
+        except (OSError, ValueError) as error:
+            raise Mistake(f"--text: got {text!r}: {error}") from error
+        config, _ = model_parts("", work)
+        fits(positions(config), "--context and --new", context + new, "use fewer tokens")
+        work.stage("loading the model")
+        run(out, context, rows, new, length, sizes, text, work.line)
 
 
 @study.command(name="retrieval-model")
@@ -159,48 +187,26 @@ def retrieval_model(
     threads: Threads = None,
 ) -> None:
     """Train the small model that eval/configs/retrieval.yaml evaluates at 32K and 128K tokens."""
-    require("study retrieval-model")
-    _use(threads)
-    from oasis_eval.retrieval.train import make
+    chosen = numbers("--lengths", lengths, SHORTEST)
+    output_folder("--out", out)
+    with _studying(None, threads) as work:
+        from oasis_eval.retrieval.train import make
 
-    try:
-        make(out, seed, random, device, _numbers("lengths", lengths), asked)
-    except ValueError as error:
-        fail("study retrieval-model", error)
-
-
-def _say(text: str) -> None:
-    """A line of what is done, at once."""
-    print(text, flush=True)
+        work.stage("making the model")
+        make(out, seed, random, device, chosen, asked, work.line)
 
 
-def _use(threads: int | None) -> None:
-    if threads:
-        import torch
+@contextmanager
+def _studying(out: Path | None, threads: int | None) -> Iterator[Work]:
+    """Shows that a study is at work; its options are checked, and what it needs is there."""
+    output_file("--out", out)
+    with working("loading the evaluation") as work:
+        require()
+        if threads:
+            import torch
 
-        torch.set_num_threads(threads)
-
-
-def _words(option: str, text: str) -> tuple[str, ...]:
-    """The words of a list.
-
-    Raises:
-        ValueError: there are none.
-    """
-    found = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not found:
-        raise ValueError(f"--{option}: got {text!r}, expected words with commas between")
-    return found
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """The whole numbers of a list, in its order.
-
-    Raises:
-        ValueError: there are none, or one is no positive whole number.
-    """
-    found = _words(option, text)
-    for word in found:
-        if not word.isdecimal() or not int(word):
-            raise ValueError(f"--{option}: got {word!r}, expected whole numbers such as 256,512")
-    return tuple(map(int, found))
+            torch.set_num_threads(threads)
+        try:
+            yield work
+        except ModuleNotFoundError as error:
+            raise Failure(str(error)) from error
