@@ -50,7 +50,7 @@ def test_pages_name_commands_that_there_are(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     # Where a result says how it was made at its time, that is no command of today.
     text = re.sub(r"\(then `[^`]*`\)", "", text)
-    assert "python eval/" not in text and not re.search(r"eval/[a-z_]+\.py", text)
+    assert "python eval/" not in text and not re.search(r"\beval/[a-z_]+\.py", text)
     known = commands() | {name.split()[0] for name in commands()}
     for first, second in re.findall(r"oasis-hf (study|[a-z]+)(?: ([a-z][a-z-]+))?", text):
         name = f"{first} {second}" if first == "study" and second else first

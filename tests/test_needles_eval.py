@@ -116,7 +116,7 @@ def command(
     monkeypatch.setattr(needles, "smollm2", lambda: "tiny")
     monkeypatch.setattr(needles, "load", lambda source: (model, tokenizer))
     parts = (model.config, tokenizer)
-    monkeypatch.setattr("oasis_hf.cli.study.model_parts", lambda name, work: parts)
+    monkeypatch.setattr("oasis_hf.cli.checks.model_parts", lambda *args: parts)
     monkeypatch.setattr(haystack.Needle, "answer", property(lambda needle: ""))
     (tmp_path / "text.txt").write_text(TEXT)
     words = "--contexts 400 --budgets 32 --indexes keys2bit,minmax --policies fetch,0.01"
@@ -217,7 +217,7 @@ def test_every_choice_is_measured_and_written(
     monkeypatch.setattr(attention_held, "smollm2", lambda: "tiny")
     monkeypatch.setattr(attention_held, "load", lambda source: (model, tokenizer))
     parts = (model.config, tokenizer)
-    monkeypatch.setattr("oasis_hf.cli.study.model_parts", lambda name, work: parts)
+    monkeypatch.setattr("oasis_hf.cli.checks.model_parts", lambda *args: parts)
     out = tmp_path / "mass.json"
     words = ["--context", "400", "--steps", "2", "--budgets", "32,64", "--indexes", "keys2bit"]
     ran = study("attention", *words, "--out", str(out))

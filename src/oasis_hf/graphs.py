@@ -109,7 +109,8 @@ class Dispatcher:
         """Put the model's own forward back once no cache is left."""
         with _registry:
             model = self._model()
-            if model is None or len(self._graphs):
+            # A weak dictionary still counts what is about to leave it.
+            if model is None or any(True for _ in self._graphs):
                 return
             if model.__dict__.get("forward") is not self:
                 return

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from . import checks
 from .checks import fits, numbers, output_file, output_folder, positions, words
 from .errors import Failure, Mistake
-from .evaluate import model_parts, require
+from .evaluate import real_text, require
 from .terminal import Work, working
 
 RESULTS = Path("eval/results")
@@ -82,7 +83,6 @@ def needles(
     lengths, sizes = numbers("--contexts", contexts, SHORTEST), numbers("--budgets", budgets, 1)
     names = words("--indexes", indexes), words("--policies", policies)
     with _studying(file, threads) as work:
-        from oasis_eval.material.texts import available, read_text
         from oasis_eval.needles.run import Settings, run
 
         settings = Settings(
@@ -104,11 +104,8 @@ def needles(
             settings.check()
         except ValueError as error:
             raise Mistake(str(error)) from error
-        try:
-            read_text(text or available())
-        except (OSError, ValueError) as error:
-            raise Mistake(f"--text: got {text!r}: {error}") from error
-        config, _ = model_parts(model, work)
+        real_text(text)
+        config, _ = checks.model_parts("--model", model, work.stage)
         fits(positions(config), "--contexts", max(lengths), "use shorter contexts")
         work.stage("loading the model")
         run(settings, file, resume, work.line)
@@ -139,7 +136,7 @@ def attention(
             raise Mistake(str(error)) from error
         if steps >= context:
             raise Mistake(f"--steps: got {steps}, expected fewer than the context, {context}")
-        config, _ = model_parts(model, work)
+        config, _ = checks.model_parts("--model", model, work.stage)
         fits(positions(config), "--context", context, "use a shorter one")
         work.stage("loading the model")
         run(out, context, steps, sizes, names, model, work.line)
@@ -159,14 +156,10 @@ def draft_budget(
     """What does it cost in acceptance that a draft attends to a bounded number of tokens?"""
     sizes = numbers("--budgets", budgets, 1)
     with _studying(out, threads) as work:
-        from oasis_eval.material.texts import read_text
         from oasis_eval.studies.draft_budget import run
 
-        try:
-            read_text(text)
-        except (OSError, ValueError) as error:
-            raise Mistake(f"--text: got {text!r}: {error}") from error
-        config, _ = model_parts("", work)
+        real_text(text)
+        config, _ = checks.model_parts("--model", None, work.stage)
         fits(positions(config), "--context and --new", context + new, "use fewer tokens")
         work.stage("loading the model")
         run(out, context, rows, new, length, sizes, text, work.line)
