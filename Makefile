@@ -78,6 +78,7 @@ gpu: gpu-test gpu-bench
 
 gpu-test:
 	$(GPU_RUN) -m pytest -q -p no:cacheprovider tests/test_triton_engine.py \
+		tests/test_random_operations.py tests/test_dialogues.py \
 		$(wildcard tests/test_gpu.py) $(PYTEST_ARGS)
 
 gpu-bench:
