@@ -17,7 +17,7 @@ from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
-from .index import index_class
+from .index import group_tokens, index_class
 from .layer import OasisLayer
 from .ledger import PaddingLedger
 from .link import Allowance
@@ -442,6 +442,7 @@ def _config(options: dict[str, Any]) -> OasisConfig:
         )
     config = OasisConfig(**options)
     index = index_class(config.index)
+    group_tokens(index, config.block_tokens)
     if not isinstance(config.on_miss, str) and (
         not index.estimates_mass or config.reduction != "mean"
     ):
