@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 from . import batch
-from .compat import CacheLayerMixin
+from .ambient import kept_steady
+from .compat import CacheLayerMixin, columns_to_crop
 from .config import OasisConfig
+from .contents import ByColumn
+from .forward import Forward, Kind
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .link import Allowance
 from .prompts import PromptLayer
 
 
-class OasisLayer(PromptLayer, CacheLayerMixin):
+class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
     """Full attention of one model layer, offloaded and attended to sparsely.
 
     Args:
@@ -47,7 +50,7 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
-        self._dense, self._drafts = True, 0
+        self.forward: Forward | None = None
         # `[B, T]` positions of the tokens of the forward in progress; None for a prompt.
         self._rows: Tensor | None = None
 
@@ -58,6 +61,7 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         self.build(key_states, value_states)
         self.is_initialized = True
 
+    @kept_steady
     def adopt(
         self,
         key: Tensor,
@@ -104,11 +108,6 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         """Logical sizes: what is resident does not change what a mask covers."""
         return OasisLength(self.columns + query_length), 0
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether the forward in progress is attended to densely; it may wait for the device."""
-        return self._dense
-
     # ---- one forward ---------------------------------------------------------------------------
 
     def update(
@@ -116,8 +115,7 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         key_states: Tensor,
         value_states: Tensor,
         *args: Any,
-        dense: bool = True,
-        drafts: int = 0,
+        forward: Forward | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Take the new tokens' K and V; they are stored when the attention runs.
@@ -125,8 +123,7 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         Args:
             key_states: `[B, H, T, Dk]`.
             value_states: `[B, H, T, Dv]`.
-            dense: whether these tokens are a prompt.
-            drafts: newest of them that are drafts all the same, verified behind the prompt.
+            forward: the forward that they come in; a prompt by default.
 
         Returns:
             The same tensors; the key carries the handle that `oasis_attention` looks for.
@@ -134,7 +131,10 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states)
-        self._dense, self._drafts = dense, drafts
+        if forward is None:
+            forward = Forward(Kind.PROMPT, self.columns, key_states.shape[2])
+        self.forward = forward
+        self.recording = self.recording or forward.drafting
         attach(self, key_states, value_states)
         return key_states, value_states
 
@@ -144,11 +144,12 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
                 f"batch size: got {key.shape[0]}, expected {self.batch_size}, the batch that this "
                 "cache holds; use a new cache, cache.reset(), or cache.batch_select_indices()"
             )
-        expected = (self.geometry.kv_heads, self.geometry.k_dim, self.dtype, self.device)
-        got = (key.shape[1], key.shape[3], key.dtype, key.device)
+        # The dtype is not compared: it follows autocast, and all are stored in that of the first.
+        expected = (self.geometry.kv_heads, self.geometry.k_dim, self.device)
+        got = (key.shape[1], key.shape[3], key.device)
         if got != expected:
             raise ValueError(
-                f"layer {self.layer_idx}: got keys of (heads, dim, dtype, device) {got}, expected "
+                f"layer {self.layer_idx}: got keys of (heads, dim, device) {got}, expected "
                 f"{expected}; use a new cache for another model"
             )
 
@@ -176,9 +177,10 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         """
         if new:
             self.reserve(key.shape[2])
-        if self._dense:
+        assert self.forward is not None
+        if self.forward.dense:
             self._rows = None
-            if new and self._drafts:
+            if new and self.forward.drafts:
                 return self._attend_prompt_and_drafts(query, key, value, valid, scaling)
             return self.attend_dense(query, key, value, valid, scaling, new)
         if self.config.verification == "exact" and key.shape[2] > 1:
@@ -219,7 +221,8 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """A prompt with the first drafts behind it, which assisted decoding gives in one call."""
-        first = key.shape[2] - self._drafts
+        assert self.forward is not None
+        first = key.shape[2] - self.forward.drafts
         (q, drafted_q), (k, drafted_k), (v, drafted_v) = (
             states.tensor_split([first], 2) for states in (query, key, value)
         )
@@ -243,7 +246,8 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens: -n removes n (no padding among them)."""
-        self.drop(-tokens_to_remove, -tokens_to_remove)
+        count = columns_to_crop(tokens_to_remove, self.columns)
+        self.drop(-count, -count)
 
     def drop(self, columns: int, tokens: "int | Tensor") -> None:
         """Take back the newest columns.
@@ -292,7 +296,7 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
 
     def _forget_forward(self) -> None:
         """Forget what the last forward left: it has the rows of the sequences of then."""
-        self._rows, self._before = None, []
+        self.forward, self._rows, self._before = None, None, []
         self.ahead.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -314,6 +318,17 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
             self.is_initialized = False
             self._forget_forward()
             self.release()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled without the cache.
+
+        Raises:
+            OasisUnsupportedError: always, naming what does it.
+        """
+        raise OasisUnsupportedError(
+            f"layer {self.layer_idx}: cannot be copied or pickled by itself; use "
+            "copy.deepcopy(cache), or cache.save(path)"
+        )
 
     def offload(self) -> None:
         """Nothing to do: this layer owns its transfers."""
