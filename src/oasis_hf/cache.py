@@ -21,7 +21,7 @@ from .copying import duplicate, refuse_pickle
 from .forward import Drafting, Forward, Hint, Kind, describe
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
-from .index import index_class
+from .index import group_tokens, index_class
 from .layer import OasisLayer
 from .ledger import PaddingLedger
 from .link import Allowance
@@ -575,6 +575,7 @@ def _config(options: dict[str, Any]) -> OasisConfig:
         )
     config = OasisConfig(**options)
     index = index_class(config.index)
+    group_tokens(index, config.block_tokens)
     if not isinstance(config.on_miss, str) and (
         not index.estimates_mass or config.reduction != "mean"
     ):
