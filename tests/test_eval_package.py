@@ -18,6 +18,8 @@ PAGES = [
     *sorted((ROOT / "eval" / "configs").glob("*.yaml")),
 ]
 LONGEST = 310
+COMMAND = re.compile(r"(?:`|/|^[#\s]*)oasis-hf ([a-z]+)(?: ([a-z][a-z-]+))?", re.MULTILINE)
+"""A command between backticks, after a folder, or on a line of its own."""
 
 
 def commands() -> set[str]:
@@ -52,6 +54,6 @@ def test_pages_name_commands_that_there_are(page: Path) -> None:
     text = re.sub(r"\(then `[^`]*`\)", "", text)
     assert "python eval/" not in text and not re.search(r"\beval/[a-z_]+\.py", text)
     known = commands() | {name.split()[0] for name in commands()}
-    for first, second in re.findall(r"oasis-hf (study|[a-z]+)(?: ([a-z][a-z-]+))?", text):
+    for first, second in COMMAND.findall(text):
         name = f"{first} {second}" if first == "study" and second else first
         assert name in known, f"{page.name} names oasis-hf {name}"
