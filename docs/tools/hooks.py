@@ -83,7 +83,7 @@ def _link(
     name = path.relative_to(ROOT).as_posix()
     if name in ELSEWHERE:
         uri = ELSEWHERE[name]
-    elif name.startswith("docs/"):
+    elif name.startswith("docs/") and not name.startswith("docs/tools/"):
         uri = name.removeprefix("docs/")
     elif name.startswith(RESULTS) and path.suffix in (".md", ".svg"):
         uri = name
