@@ -1,4 +1,4 @@
-"""Prints the tables of the README and of DESIGN.md from the results, or checks that they are there.
+"""Prints the tables of the pages of results, or checks that they are there.
 
 python eval/tables.py needles            # print
 python eval/tables.py needles --write    # put it between its markers in the page
@@ -19,9 +19,19 @@ from oasis_eval.summary import OVERALL, reads_tf32
 from oasis_hf.config import BLOCK, DEFAULT_CAP
 
 FOLDER = Path(__file__).parent
-README, DESIGN = (FOLDER.parent / name for name in ("README.md", "DESIGN.md"))
-PAGES = dict.fromkeys(("smollm2-blocks", "bench-blocks", "bench-caps", "bench-caps-32"), DESIGN)
-"""Where a table stands that is not in the README."""
+PAGES = {
+    name: FOLDER.parent / "docs" / "results" / f"{page}.md"
+    for page, names in {
+        "accuracy": ("needles", "smollm2-8k", "retrieval"),
+        "speed": ("bench",),
+        "background-fetches": ("bench-caps", "bench-caps-32"),
+        "drafts": ("bench-drafts",),
+        "lookahead": ("lookahead",),
+        "indexes": ("needles-mass", "smollm2-blocks", "bench-blocks"),
+    }.items()
+    for name in names
+}
+"""The page of each table."""
 LABELS = {
     "keys2bit": "2-bit keys (`keys2bit`)",
     "minmax": "min/max of a block (`minmax`)",
@@ -627,7 +637,7 @@ def main(
     results: Path | None = typer.Option(
         None, help="The JSON; eval/results/NAME.json or NAME/summary.json by default."
     ),
-    page: Path | None = typer.Option(None, help="README.md, or for some tables DESIGN.md."),
+    page: Path | None = typer.Option(None, help="The page; the table's own by default."),
 ) -> None:
     """Print, write or check one table."""
     folder = FOLDER / "results" / SOURCES.get(name, name)
@@ -636,7 +646,7 @@ def main(
     if not (check or write):
         print(text)
         return
-    path = page or PAGES.get(name, README)
+    path = page or PAGES[name]
     whole = path.read_text(encoding="utf-8")
     start, end = between(whole, name)
     if write:
