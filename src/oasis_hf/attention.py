@@ -11,7 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from . import compat
-from .handle import BYPASS, OasisLength, OasisUnsupportedError, layer_of, take_pending
+from .ambient import autocast_devices, in_dtype, steady, uncompiled, without_gradient
+from .handle import BYPASS, WITHHELD, OasisLength, OasisUnsupportedError, layer_of, take_pending
 from .layer import OasisLayer
 from .native import DenseLayer
 
@@ -79,6 +80,7 @@ class OasisMask:
         raise _MaskError
 
 
+@uncompiled
 def oasis_mask(
     batch_size: int,
     q_length: int,
@@ -120,6 +122,7 @@ def oasis_mask(
     )
 
 
+@uncompiled
 def oasis_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -149,6 +152,8 @@ def oasis_attention(
                 "another attention implementation for this model"
             )
     if layer is None:
+        if isinstance(attention_mask, OasisMask) and pending is None and module.training:
+            raise OasisUnsupportedError(f"{name}: {WITHHELD}")
         if pending is not None or isinstance(attention_mask, OasisMask):
             raise OasisUnsupportedError(
                 f"{name}: K and V are transformed or moved between cache.update() and attention "
@@ -162,15 +167,23 @@ def oasis_attention(
                 "is for sliding layers and other caches; use another attention implementation for "
                 "this model"
             )
+        if not autocast_devices():
+            # A cache may hold what an earlier forward stored under autocast.
+            key, value = in_dtype(query.dtype, key, value)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     try:
-        out = _attend(module, layer, pending, query, key, value, attention_mask, scaling, kwargs)
+        with steady():
+            options = {"dropout": dropout, **kwargs}
+            out = _attend(
+                module, layer, pending, query, key, value, attention_mask, scaling, options
+            )
+            out = out.to(query.dtype).transpose(1, 2).contiguous()
     except BaseException:
         layer.ledger.give_up()
         raise
-    return out.transpose(1, 2).contiguous(), None
+    return without_gradient(out, query, key, value), None
 
 
 def _attend(
@@ -203,7 +216,10 @@ def _attend(
     elif new and layer.leads:
         layer.ledger.append(valid, query.shape[0], rows, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layer.attend(query, key, value, valid, scale, new)
+    # Autocast may give K, V and the query dtypes of their own: those of the cache stay.
+    dtype = layer.dtype if layer.is_initialized else key.dtype
+    q, k, v = in_dtype(dtype, query, key, value)
+    return layer.attend(q, k, v, valid, scale, new)
 
 
 def check_width(mask: Tensor, past: int, rows: int) -> None:
@@ -237,6 +253,11 @@ def _check(
     kwargs: dict[str, Any],
 ) -> None:
     name = type(module).__name__
+    if kwargs["dropout"]:
+        raise OasisUnsupportedError(
+            f"{name}: got attention dropout {kwargs['dropout']}, expected 0: the model is in "
+            "training mode; call model.eval() to generate"
+        )
     if pending is not None and pending is not layer:
         raise OasisUnsupportedError(
             f"{name}: attention of layer {layer.layer_idx} follows the update of layer "

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from . import batch, compat, persistence, rounds
+from .ambient import kept_steady, uncompiled, without_gradient
 from .attention import NAME
 from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
+from .copying import duplicate, refuse_pickle
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
 from .index import index_class
@@ -27,6 +29,7 @@ from .runtime import ForwardHook
 from .stats import CacheStats
 from .support import build_layers
 from .turns import Generate, Turn
+from .wrappers import served_model
 
 
 @dataclass
@@ -58,9 +61,10 @@ class OasisCache(compat.Cache):
     to Transformers' own cache layers.
 
     Args:
-        model: the model, or its config. Built from a model, the cache also puts a forward pre-hook
-            on it (removed with the cache), which cuts long prompts into pieces and repairs calls in
-            which Transformers feeds tokens again that the cache already holds.
+        model: the model, what holds it (an adapter, a compiled module, ...), or its config. Built
+            from a model, the cache also puts a forward pre-hook on it (removed with the cache),
+            which cuts long prompts into pieces and repairs calls in which Transformers feeds tokens
+            again that the cache already holds.
         **options: fields of `OasisConfig`.
 
     Raises:
@@ -70,6 +74,8 @@ class OasisCache(compat.Cache):
 
     def __init__(self, model: torch.nn.Module | PreTrainedConfig, **options: Any) -> None:
         self.oasis_config = _config(options)
+        if isinstance(model, torch.nn.Module):
+            model = served_model(model)
         model_config = model if isinstance(model, PreTrainedConfig) else _config_of(model)
         got = compat.attention_name(model_config)
         if got != NAME:
@@ -115,6 +121,7 @@ class OasisCache(compat.Cache):
 
     # ---- Transformers' cache contract ----------------------------------------------------------
 
+    @kept_steady
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -136,10 +143,23 @@ class OasisCache(compat.Cache):
         layer = self.layers[layer_idx]
         if isinstance(layer, OasisLayer):
             return layer.update(key_states, value_states, dense=self._dense, drafts=self._drafts)
-        states = layer.update(key_states, value_states, *args, **kwargs)
+        given = key_states, value_states
+        k, v = layer.update(key_states.detach(), value_states.detach(), *args, **kwargs)
         if compat.is_sliding(layer):
-            return compat.visible(layer, key_states.shape[2], *states)
-        return states
+            k, v = compat.visible(layer, key_states.shape[2], k, v)
+        return without_gradient(k, *given), without_gradient(v, *given)
+
+    @kept_steady
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Take one layer's new state of a convolution; Transformers' own layers keep it."""
+        held = super().update_conv_state(conv_states.detach(), *args, **kwargs)
+        return without_gradient(held, conv_states)
+
+    @kept_steady
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Take one layer's new recurrent state; Transformers' own layers keep it."""
+        held = super().update_recurrent_state(recurrent_states.detach(), *args, **kwargs)
+        return without_gradient(held, recurrent_states)
 
     def _open(self) -> None:
         """Begin a forward of a cache without a hook.
@@ -147,18 +167,35 @@ class OasisCache(compat.Cache):
         Raises:
             OasisUnsupportedError: the last one broke off; it is undone.
         """
-        held = {
-            int(layer.get_seq_length())
-            for layer in self.layers
-            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
-        }
-        if self._checkpoint is not None and held != {self.ledger.columns}:
+        if self._broken:
             self._abandon()
             raise OasisUnsupportedError(
                 "an earlier forward broke off part of the way; its tokens have been taken back, "
                 "call again"
             )
         self._checkpoint = self.checkpoint()
+
+    @property
+    def _broken(self) -> bool:
+        """Whether layers hold different numbers of tokens, after a forward that broke off."""
+        held = {
+            int(layer.get_seq_length())
+            for layer in self.layers
+            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
+        }
+        return self._checkpoint is not None and held != {self.ledger.columns}
+
+    def settle(self) -> None:
+        """Undo what a forward that broke off has left, so that all parts hold the same tokens.
+
+        Raises:
+            OasisUnsupportedError: it cannot be undone in every layer.
+        """
+        if self.hook is not None:
+            self.hook.settle(self)
+        elif self._broken:
+            self._abandon()
+        self._check_whole()
 
     def _abandon(self) -> None:
         """Undo the forward in progress, where no hook does it."""
@@ -186,6 +223,7 @@ class OasisCache(compat.Cache):
             self.ledger.columns, {n: x for n, x in native.items() if n not in self._ours}
         )
 
+    @kept_steady
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Undo a forward that broke off, in every layer."""
         columns = checkpoint.columns
@@ -230,6 +268,8 @@ class OasisCache(compat.Cache):
         # The last token of a prompt, alone, is a step like any other.
         step = drafts > 0 and rows - drafts == 1 and self.ledger.columns > 0
         verify = step or self.is_verification(rows)
+        if self.hook is not None and rows > 1 and not verify:
+            self.hook.notice(self, rows)
         self._dense = rows > 1 and not verify
         self._drafts = drafts if self._dense else 0
         self._verified = rows if verify else 0
@@ -241,11 +281,17 @@ class OasisCache(compat.Cache):
             if layer.is_initialized:
                 layer.grow(rows)
 
+    @uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens given so far, padding included."""
         if layer_idx == 0:
             layer_idx = self._ours[0]
         return super().get_seq_length(layer_idx)
+
+    @uncompiled
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns that a layer's mask covers, and the first of them."""
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def activate_past_recording(self) -> None:
         """Announce that drafts will be verified and cropped; assisted decoding calls this first.
@@ -259,19 +305,17 @@ class OasisCache(compat.Cache):
                 self.layers[number].recording = True
         super().activate_past_recording()
 
+    @kept_steady
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the newest tokens: -n removes n, 0 only ends a verification.
 
+        A positive number is the length to keep, in versions of Transformers that take it.
+
         Raises:
-            ValueError: a positive number, or more tokens than the cache holds.
+            ValueError: more tokens than the cache holds, or a number that Transformers refuses.
         """
-        count = int(tokens_to_remove)
         held = self.ledger.columns
-        if count > 0:
-            raise ValueError(
-                f"crop: got {count}, expected 0 or a negative number of tokens to remove; to keep "
-                f"{count} tokens use crop({count} - cache.get_seq_length())"
-            )
+        count = compat.columns_to_crop(tokens_to_remove, held)
         if -count > held:
             raise ValueError(
                 f"crop: got {count}, but the cache holds {held} tokens; use cache.reset() to "
@@ -295,9 +339,11 @@ class OasisCache(compat.Cache):
         if self._verified:
             self.rounds += 1
             self.drafted += self._verified - 1
-            self.accepted += self._verified - 1 + count
+            # A crop may reach behind what was verified.
+            self.accepted += max(0, self._verified - 1 + count)
             self._verified = 0
 
+    @kept_steady
     def commit(
         self,
         rows: int,
@@ -332,6 +378,7 @@ class OasisCache(compat.Cache):
             self.accepted += int((kept - 1).clamp(min=0).sum())
         self._verified = 0
 
+    @kept_steady
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row beam_idx[i], in every part or in none.
 
@@ -343,6 +390,7 @@ class OasisCache(compat.Cache):
             self._checkpoint = None
             batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
 
+    @kept_steady
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, in every part or in none.
 
@@ -354,6 +402,7 @@ class OasisCache(compat.Cache):
             self._checkpoint = None
             batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
+    @kept_steady
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep rows `indices` (numbers or a bool mask), in every part or in none.
 
@@ -371,6 +420,7 @@ class OasisCache(compat.Cache):
         sizes = [layer.batch_size for layer in self.offloaded if layer.is_initialized]
         return sizes[0] if sizes else None
 
+    @kept_steady
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""
         self._checkpoint = None
@@ -397,25 +447,56 @@ class OasisCache(compat.Cache):
 
     @property
     def model(self) -> Any:
-        """The model that the cache was built from, or None if it was built from a config."""
+        """The model that the cache serves, or None if it was built from a config."""
         return None if self._model is None else self._model()
 
+    @kept_steady
     def save(self, path: str | Path) -> None:
-        """Write the full KV to one safetensors file; see `load`."""
+        """Write the full KV to one safetensors file, which `load` reads for the same model only.
+
+        A file that is there already stays until the new one is complete.
+
+        Raises:
+            OasisUnsupportedError: a layer holds recurrent state; nothing is written.
+            FileNotFoundError: there is no such folder.
+        """
         persistence.save(self, path)
 
     @classmethod
+    @kept_steady
     def load(cls, path: str | Path, model: Any, **options: Any) -> OasisCache:
         """Read a saved cache; `options` override the saved ones, budget and index included.
 
+        The model must be the one that made it: its config (whatever changes no K or V aside), every
+        weight, its dtype, its rotary embedding and the adapters in effect are compared. All of it
+        is checked before anything is built.
+
         Raises:
-            SavedCacheError: the file belongs to another model or format.
+            SavedCacheError: the file belongs to another model or format, naming what differs, or is
+                damaged.
         """
         return persistence.load(cls, path, model, **options)
 
+    @kept_steady
     def fork(self, **options: Any) -> OasisCache:
         """An independent copy, with other options if wanted: read a prompt once, try many."""
         return persistence.fork(self, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OasisCache:
+        """An independent cache that goes on exactly as this one would; it serves the same model."""
+        return duplicate(self, memo)
+
+    def __copy__(self) -> OasisCache:
+        """The same as a deep copy: two caches that share their parts would corrupt each other."""
+        return duplicate(self, {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            OasisUnsupportedError: always, naming `save`.
+        """
+        raise refuse_pickle(type(self).__name__)
 
     def stats(self) -> CacheStats:
         """What the cache holds and did; waits for the device."""

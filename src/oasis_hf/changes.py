@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .ambient import kept_steady
 from .handle import OasisUnsupportedError
 from .layer import OasisLayer
 from .ledger import Record
@@ -37,6 +38,7 @@ class Change:
     taken: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     native: dict[int, dict[str, Any]] = field(default_factory=dict)
 
+    @kept_steady
     def undo(self, cache: OasisCache) -> None:
         """Put everything back."""
         for number, attributes in self.native.items():
@@ -69,6 +71,7 @@ def _holding(cache: OasisCache) -> dict[int, OasisLayer]:
     }
 
 
+@kept_steady
 def shorten(cache: OasisCache, columns: int) -> Change:
     """Keep the first columns only.
 
@@ -99,6 +102,7 @@ def shorten(cache: OasisCache, columns: int) -> Change:
     return change
 
 
+@kept_steady
 def hide(cache: OasisCache, mask: Tensor) -> Change:
     """Take out the tokens of columns that a mask `[B, columns]` bool leaves out.
 

@@ -7,6 +7,7 @@ Supported: transformers >= 5.17, < 6. Since 5.24 the forward argument that carri
 import dataclasses
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -22,6 +23,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 DEFAULT_ASSISTANT_TOKENS = 20
 """What `generate` fills in, for drafts that stop by themselves when they are unsure."""
@@ -33,6 +35,54 @@ def cache_kwarg(model: torch.nn.Module) -> str:
     """Name of the forward argument of `model` that takes a cache."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_KWARGS if name in parameters), "past_key_values")
+
+
+def takes_cache(model: torch.nn.Module) -> bool:
+    """Whether the forward of `model` has an argument for a cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return any(name in parameters for name in CACHE_KWARGS)
+
+
+def withholds_cache(model: torch.nn.Module) -> bool:
+    """Whether checkpointed layers of `model` would run without the cache that it is given.
+
+    In training mode; since 5.24 only where gradients are recorded.
+    """
+    if not model.training:
+        return False
+    always = "__call__" in vars(GradientCheckpointingLayer)
+    if not always and not torch.is_grad_enabled():
+        return False
+    layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
+    return any(layer.gradient_checkpointing and layer.training for layer in layers)
+
+
+def columns_to_crop(asked: Any, held: int) -> int:
+    """What `crop(asked)` removes from a cache of `held` columns, as 0 or a negative number.
+
+    A positive number is the length to keep. Early versions (5.17 among them) take it with a
+    warning; later ones refuse it.
+
+    Raises:
+        ValueError: not a whole number, or a positive one where Transformers takes none.
+    """
+    try:
+        count = operator.index(asked)
+    except TypeError as error:
+        raise ValueError(
+            f"crop: got {asked!r}, expected a whole number, 0 or negative: how many tokens to "
+            "remove"
+        ) from error
+    if count <= 0:
+        return count
+    try:
+        DynamicLayer().crop(count)
+    except ValueError as error:
+        raise ValueError(
+            f"crop: got {count}, expected 0 or a negative number of tokens to remove; to keep "
+            f"{count} tokens use crop({count} - cache.get_seq_length())"
+        ) from error
+    return min(0, count - held)
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
@@ -88,6 +138,28 @@ def _classes(module: ModuleType) -> list[type]:
     """The classes that a module defines itself."""
     members = list(vars(module).values())
     return [x for x in members if isinstance(x, type) and x.__module__ == module.__name__]
+
+
+def asks_for_more(config: PreTrainedConfig) -> bool:
+    """Whether a config has every forward return more than logits and the cache, or no names."""
+    names = ("output_hidden_states", "output_attentions", "output_router_logits")
+    configs = (config, text_config(config))
+    return any(
+        any(getattr(x, name, False) for name in names) or not getattr(x, "return_dict", True)
+        for x in configs
+    )
+
+
+def follows_length(config: PreTrainedConfig) -> bool:
+    """Whether a model's rotary embedding is chosen anew for the positions of each forward.
+
+    Transformers reads these on the host, so such a forward cannot be captured as a graph.
+    """
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    # One for all layers, or one for each type of layer.
+    found = [rope, *(x for x in rope.values() if isinstance(x, Mapping))]
+    kinds = [str(x.get("rope_type", "")) for x in found]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def weight_bytes(model: torch.nn.Module) -> dict[torch.device, int]:
@@ -221,6 +293,7 @@ __all__ = [
     "bypasses_attention",
     "cache_kwarg",
     "cache_of",
+    "columns_to_crop",
     "is_full_attention",
     "is_linear",
     "is_placeholder",
@@ -233,7 +306,9 @@ __all__ = [
     "pad_token",
     "refuses_sdpa",
     "slices_masks",
+    "takes_cache",
     "text_config",
     "visible",
     "weight_bytes",
+    "withholds_cache",
 ]

@@ -276,8 +276,11 @@ class TritonEngine(Engine):
             scaling,
         )
         if cap:
-            with self.beside.run():
-                self._gather(self.plan, 1)
+            # The memory must not be given to others before the transfer ends, whoever drops it.
+            plan, pool, table = self.plan, s.pool, s.store.table
+            assert table is not None
+            with self.beside.run(plan.lists[1], plan.counts, table, pool.k, pool.v):
+                self._gather(plan, 1)
         return out.unflatten(2, query.shape[2:4])
 
     def _scores(self, rows: Tensor, positions: Tensor, scaling: float) -> Any:

@@ -4,14 +4,18 @@ An eager decode step of a large model is bound by the host that launches some fo
 Every decision of a step is made on the device, with fixed shapes, so the step of all layers can be
 captured around the model's own forward, once per number of rows, and replayed.
 
-A graph bakes in addresses and shapes, nothing else: token ids, positions and padding are copied
-into buffers; lengths and choices live on the device. When the cache's capacity grows, its tables
-move, and the graphs are captured again; so they are when a step may fetch more or fewer blocks.
+A graph bakes in addresses, shapes and what the model's own code took from Python: token ids,
+positions and padding are copied into buffers; lengths and choices live on the device. Addresses and
+object ids are given again to others, so no graph is known by them: every change of a layer's
+storage, such as a growth of its capacity or a batch operation, takes a new epoch, and the graphs
+are captured again. So they are when a step may fetch more or fewer blocks, under another autocast,
+and when the model is no longer what it was (`watch`).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,10 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .compat import CACHE_KWARGS, cache_of
+from .ambient import autocast_devices, steady, uncompiled
+from .compat import CACHE_KWARGS, asks_for_more, cache_of, follows_length
+from .copying import as_original
 from .engine import TritonEngine
 from .fused import FusedLayers
 from .native import DenseLayer
+from .streams import whole_device
+from .watch import ModelWatch
+from .wrappers import is_compiled
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -40,61 +49,86 @@ PLAIN = (
 """Arguments that a captured forward may be called with."""
 
 
+_registry = threading.RLock()
+"""Held while a model's forward is replaced or put back."""
+
+
 class Dispatcher:
-    """Stands in front of one model's forward; keeps its signature."""
+    """Stands in front of one model's forward; keeps its signature.
+
+    Of several threads that use the model, one at a time runs a forward with a cache: a capture must
+    not meet another's work, and while layers are compiled they are replaced for all.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._original = model.forward
         self._was_instance = "forward" in model.__dict__
         self._graphs: weakref.WeakKeyDictionary[Any, StepGraphs] = weakref.WeakKeyDictionary()
+        self._turn = threading.RLock()
+        # The signature too: Transformers asks for it.
+        functools.update_wrapper(self, self._original)
+        model.forward = self
 
-        @functools.wraps(self._original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            graphs = self._graphs.get(cache_of(kwargs)) if not args else None
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        cache = cache_of(kwargs)
+        if cache is None:
+            return self._original(*args, **kwargs)
+        with self._turn:
+            graphs = self._graphs.get(cache) if not args else None
             if graphs is None:
                 return self._original(*args, **kwargs)
             return graphs(self._original, kwargs)
 
-        self.forward = forward
-        model.forward = forward
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: it runs its own forward on its own weights."""
+        return as_original(self._original)
 
     @classmethod
     def add(cls, model: torch.nn.Module, cache: OasisCache) -> StepGraphs:
         """Serve `cache` too; however many caches, the model's forward is replaced once."""
-        dispatcher = getattr(model.forward, "_oasis", None)
-        if dispatcher is None:
-            dispatcher = cls(model)
-            dispatcher.forward._oasis = dispatcher  # type: ignore[attr-defined]
-        graphs = StepGraphs(cache, model, dispatcher)
-        dispatcher._graphs[cache] = graphs
-        weakref.finalize(cache, dispatcher.drop_if_idle)
-        return graphs
+        with _registry:
+            dispatcher = model.__dict__.get("forward")
+            if not isinstance(dispatcher, cls):
+                dispatcher = cls(model)
+            graphs = StepGraphs(cache, model, dispatcher)
+            dispatcher._graphs[cache] = graphs
+            weakref.finalize(cache, dispatcher.drop_if_idle)
+            return graphs
 
     def forget(self) -> None:
         """Have all caches capture anew: the model's weights are at other addresses."""
-        for graphs in self._graphs.values():
+        for graphs in list(self._graphs.values()):
             graphs.forget()
 
     def drop_if_idle(self) -> None:
         """Put the model's own forward back once no cache is left."""
-        model = self._model()
-        if model is None or len(self._graphs) or model.__dict__.get("forward") is not self.forward:
-            return
-        if self._was_instance:
-            model.forward = self._original
-        else:
-            del model.forward
+        with _registry:
+            model = self._model()
+            if model is None or len(self._graphs):
+                return
+            if model.__dict__.get("forward") is not self:
+                return
+            if self._was_instance:
+                model.forward = self._original
+            else:
+                del model.forward
 
 
 class _Entry:
     """One captured step."""
 
     def __init__(self, ids: Tensor, positions: Tensor, valid: Tensor | None) -> None:
-        self.ids, self.positions, self.valid = ids.clone(), positions.clone(), valid
+        # Later steps write here, in inference mode or out of it.
+        with torch.inference_mode(False):
+            self.ids, self.positions = ids.clone(), positions.clone()
+            self.valid = None if valid is None else valid.clone()
         self.graph = torch.cuda.CUDAGraph()
         self.outputs: dict[str, Tensor] = {}
         self.kind: type | None = None
+        self.cache_field: str | None = None
 
 
 class StepGraphs:
@@ -110,7 +144,9 @@ class StepGraphs:
     def __init__(self, cache: OasisCache, model: torch.nn.Module, dispatcher: Dispatcher) -> None:
         self._cache, self._model = weakref.ref(cache), weakref.ref(model)
         self._dispatcher = dispatcher
+        self._watch = ModelWatch(model)
         self._fused: FusedLayers | None = None
+        self._follows_length: bool | None = None
         self._entries: dict[tuple[Any, ...], _Entry] = {}
         self._warm: set[tuple[Any, ...]] = set()
         self._pool: Any = None
@@ -127,8 +163,17 @@ class StepGraphs:
         }
 
     def forget(self) -> None:
-        """Drop what was captured."""
+        """Drop what was captured, and what was made of the model's weights."""
         self._entries.clear()
+        self._warm.clear()
+        self._fused = self._follows_length = None
+        self._watch.forget()
+
+    def _look(self, thoroughly: bool) -> None:
+        """Forget everything if the model is another than before."""
+        if self._watch.changed(thoroughly):
+            self.forget()
+            self._watch.look()
 
     def __call__(self, forward: Any, kwargs: dict[str, Any]) -> Any:
         """Run one forward of the model, by a graph where possible."""
@@ -136,21 +181,33 @@ class StepGraphs:
         assert cache is not None
         ids = kwargs.get("input_ids")
         if not isinstance(ids, Tensor) or not cache.is_decode(ids.shape[1]):
+            if self._warm:
+                # A prompt takes long enough to look at the whole model.
+                self._look(thoroughly=True)
             return forward(**kwargs)
         reason = self._obstacle(cache, ids, kwargs)
         if reason is not None:
             self.eager[reason] = self.eager.get(reason, 0) + 1
             return forward(**kwargs)
-        mask = kwargs.get("attention_mask")
-        key = self._key(cache, ids, mask, kwargs)
+        with steady():
+            return self._step(cache, forward, kwargs, ids)
+
+    def _step(self, cache: OasisCache, forward: Any, kwargs: dict[str, Any], ids: Tensor) -> Any:
+        """Serve a step by a graph, after an eager one of its kind."""
+        self._look(thoroughly=False)
+        mask, rows = kwargs.get("attention_mask"), ids.shape[1]
+        positions = self._positions(cache, ids, kwargs)
+        key = self._key(cache, ids, positions, mask, kwargs)
         if key not in self._warm:
-            self._warm.add(key)
             self.eager["warm-up"] = self.eager.get("warm-up", 0) + 1
             with self._compiling(cache):
-                return forward(**kwargs)
+                output = forward(**kwargs)
+            self._warm = {key} | {k for k in self._warm if k[0] == key[0]}
+            return output
         entry = self._entries.get(key)
-        rows = ids.shape[1]
-        positions = self._positions(cache, ids, kwargs)
+        # What an eager step left running beside it, a graph knows nothing of.
+        for layer in cache.offloaded:
+            layer.engine.join()
         valid = None if mask is None else mask[:, -rows:].bool()
         cache.ledger.append(valid, ids.shape[0], rows, ids.device)
         if entry is None:
@@ -170,21 +227,26 @@ class StepGraphs:
         self.replayed += 1
         outputs = {name: tensor.clone() for name, tensor in entry.outputs.items()}
         assert entry.kind is not None
-        return entry.kind(**outputs, **{self._cache_field: cache})
+        return entry.kind(**outputs, **({name: cache} if (name := entry.cache_field) else {}))
 
     def _key(
-        self, cache: OasisCache, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+        self,
+        cache: OasisCache,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        first = cache.offloaded[0]
-        state = (
-            tuple(x.epoch for x in cache.offloaded),
-            id(first.store),
-            first.store.blocks,
-            first.tail.k.data_ptr(),
+        """What a graph is known by; first of all the storage of every layer."""
+        first, rows = cache.offloaded[0], ids.shape[1]
+        kind = ids.device.type
+        ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return (
+            tuple(layer.epoch for layer in cache.offloaded),
+            (first.scanned_after(rows), first.cap_after(rows).blocks),
+            (ids.shape, ids.dtype, positions.shape, positions.dtype, mask is None),
+            (kwargs.get("logits_to_keep", 0), ambient, torch.is_inference_mode_enabled()),
         )
-        rows = ids.shape[1]
-        baked = (first.scanned_after(rows), first.cap_after(rows).blocks)
-        return state, baked, tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
 
     def _obstacle(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
         """Why this step cannot be a graph, or None."""
@@ -192,6 +254,24 @@ class StepGraphs:
             return "the call has unusual arguments"
         if not isinstance(kwargs.get("logits_to_keep", 0), int):
             return "logits_to_keep is a tensor"
+        if autocast_devices():
+            # Weights in another dtype are copied, and the copies live as long as autocast is on.
+            return "autocast is on"
+        if is_compiled(self._dispatcher._original):
+            return "the forward is compiled by torch.compile"
+        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+            return "the call has unusual arguments"
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.shape[:-1] == ids.shape[:1]):
+            return "the mask is no mask of columns"
+        if torch.is_grad_enabled():
+            return "gradients are recorded"
+        if asks_for_more(cache.model_config):
+            return "the config asks for more than logits"
+        if self._follows_length is None:
+            self._follows_length = follows_length(cache.model_config)
+        if self._follows_length:
+            return "the rotary embedding follows the length"
         layers = cache.offloaded
         if len(layers) != len(cache.layers) or any(isinstance(x, DenseLayer) for x in cache.layers):
             return "some layers are not offloaded"
@@ -203,7 +283,8 @@ class StepGraphs:
             return "first step after a prompt"
         if not all(layer.engine.native for layer in layers):
             return "the index has no kernel"
-        if not all(layer.fits(ids.shape[1]) for layer in layers):
+        # Layers grow together.
+        if not layers[0].fits(ids.shape[1]):
             return "the capacity grows"
         return None
 
@@ -213,9 +294,11 @@ class StepGraphs:
         if not cache.oasis_config.compile or model is None:
             return nullcontext()
         if self._fused is None:
-            self._fused = FusedLayers(model, cache)
-            if self._fused.moved:
+            fused = FusedLayers(model, cache)
+            if fused.moved:
                 self._dispatcher.forget()
+            self._fused = fused
+            self._watch.look()
         return self._fused.active()
 
     def _positions(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -235,16 +318,14 @@ class StepGraphs:
         valid: Tensor | None,
     ) -> _Entry:
         """Record the step; nothing runs until the first replay."""
-        entry = _Entry(ids, positions, None if valid is None else valid.clone())
+        entry = _Entry(ids, positions, valid)
         call = dict(kwargs, input_ids=entry.ids, position_ids=entry.positions, attention_mask=None)
-        for layer in cache.offloaded:
-            layer.engine.join()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         cache.ledger.static, cache.ledger.frozen = entry.valid, True
-        torch.cuda.synchronize(ids.device)
         try:
             with (
+                whole_device,
                 self._compiling(cache),
                 torch.cuda.device(ids.device),
                 torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
@@ -257,5 +338,5 @@ class StepGraphs:
         self.captured += 1
         entry.kind = type(output)
         entry.outputs = {name: x for name, x in output.items() if isinstance(x, Tensor)}
-        self._cache_field = next(name for name, x in output.items() if x is cache)
+        entry.cache_field = next((name for name, x in output.items() if x is cache), None)
         return entry

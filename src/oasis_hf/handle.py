@@ -15,6 +15,10 @@ BYPASS = (
     "the model does not use Transformers' attention interface, so attention 'oasis' never reaches "
     "it; load it with another attention implementation and another cache"
 )
+WITHHELD = (
+    "the cache is withheld from the model's layers, as gradient checkpointing does in training "
+    "mode: nothing would be remembered; call model.eval() or model.gradient_checkpointing_disable()"
+)
 _guard = threading.local()
 
 

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from . import batch
-from .compat import CacheLayerMixin
+from .compat import CacheLayerMixin, columns_to_crop
 from .config import OasisConfig
+from .contents import ByColumn
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .link import Allowance
 from .prompts import PromptLayer
 
 
-class OasisLayer(PromptLayer, CacheLayerMixin):
+class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
     """Full attention of one model layer, offloaded and attended to sparsely.
 
     Args:
@@ -144,11 +145,12 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
                 f"batch size: got {key.shape[0]}, expected {self.batch_size}, the batch that this "
                 "cache holds; use a new cache, cache.reset(), or cache.batch_select_indices()"
             )
-        expected = (self.geometry.kv_heads, self.geometry.k_dim, self.dtype, self.device)
-        got = (key.shape[1], key.shape[3], key.dtype, key.device)
+        # The dtype is not compared: it follows autocast, and all are stored in that of the first.
+        expected = (self.geometry.kv_heads, self.geometry.k_dim, self.device)
+        got = (key.shape[1], key.shape[3], key.device)
         if got != expected:
             raise ValueError(
-                f"layer {self.layer_idx}: got keys of (heads, dim, dtype, device) {got}, expected "
+                f"layer {self.layer_idx}: got keys of (heads, dim, device) {got}, expected "
                 f"{expected}; use a new cache for another model"
             )
 
@@ -243,7 +245,8 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens: -n removes n (no padding among them)."""
-        self.drop(-tokens_to_remove, -tokens_to_remove)
+        count = columns_to_crop(tokens_to_remove, self.columns)
+        self.drop(-count, -count)
 
     def drop(self, columns: int, tokens: "int | Tensor") -> None:
         """Take back the newest columns.
@@ -314,6 +317,17 @@ class OasisLayer(PromptLayer, CacheLayerMixin):
             self.is_initialized = False
             self._forget_forward()
             self.release()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled without the cache.
+
+        Raises:
+            OasisUnsupportedError: always, naming what does it.
+        """
+        raise OasisUnsupportedError(
+            f"layer {self.layer_idx}: cannot be copied or pickled by itself; use "
+            "copy.deepcopy(cache), or cache.save(path)"
+        )
 
     def offload(self) -> None:
         """Nothing to do: this layer owns its transfers."""

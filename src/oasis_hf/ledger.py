@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ambient import kept_steady
 from .columns import places, shift_flags
 from .geometry import GROWTH_TOKENS
 
@@ -96,6 +97,7 @@ class PaddingLedger:
         self.agreed = -1
         return removed
 
+    @kept_steady
     def shift(self, by: Tensor, columns: int, device: torch.device) -> None:
         """Move each sequence by `by` `[B]` columns to the right, and hold `columns` then."""
         flags = self._reserve_real(by.shape[0], self.columns, device)

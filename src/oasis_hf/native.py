@@ -24,6 +24,7 @@ class DenseLayer(DynamicLayer):
         super().__init__()
         self.keys: Tensor | None
         self.values: Tensor | None
+        self.dtype: torch.dtype
         self.layer_idx, self.ledger, self.leads = layer_idx, ledger, leads
 
     reads_prompt = False

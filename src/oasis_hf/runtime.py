@@ -9,16 +9,19 @@ off (out of memory, a wrong mask, an interrupt) leaves some layers ahead of othe
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .ambient import uncompiled
 from .attention import check_width
 from .changes import Change, hide, shorten
-from .compat import cache_of
-from .handle import never_attended, take_pending
+from .compat import cache_of, withholds_cache
+from .handle import WITHHELD, OasisUnsupportedError, never_attended, take_pending
+from .pieces import columns_of, given_rows, obstacles, piece_of
 
 if TYPE_CHECKING:
     from .cache import Checkpoint, OasisCache
@@ -55,6 +58,22 @@ class ForwardHook:
         while cls._late and sys.exception() is None:
             cls._late.pop().remove()
 
+    @property
+    def active(self) -> bool:
+        """Whether a forward that these hooks have seen is in progress."""
+        return self._inside or self._checkpoint is not None
+
+    def notice(self, cache: OasisCache, rows: int) -> None:
+        """Warn of a prompt that reaches the cache past these hooks, and is not cut."""
+        size = cache.oasis_config.prefill_chunk_size
+        if not self.active and size is not None and rows > size:
+            warnings.warn(
+                f"prefill_chunk_size: got {rows} tokens by model.forward(...), past the model's "
+                "hooks, so they are read at once; call model(...)",
+                stacklevel=2,
+            )
+
+    @uncompiled
     def _after(
         self,
         model: torch.nn.Module,
@@ -84,6 +103,22 @@ class ForwardHook:
             cache.roll_back(self._checkpoint)
         self._checkpoint = None
 
+    def settle(self, cache: OasisCache) -> None:
+        """Undo a forward that an interrupt broke off; between forwards, nothing is to be done."""
+        if not self._inside:
+            self._undo(cache)
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: its hooks do nothing."""
+        return ForwardHook._idle, ()
+
+    @classmethod
+    def _idle(cls) -> ForwardHook:
+        hook = cls.__new__(cls)
+        vars(hook).update(_cache=lambda: None, _inside=False, _checkpoint=None, _handles=[])
+        return hook
+
+    @uncompiled
     def __call__(
         self,
         model: torch.nn.Module,
@@ -99,6 +134,8 @@ class ForwardHook:
         if cache is None or kwargs is None or cache_of(kwargs) is not cache:
             return None
         take_pending()
+        if withholds_cache(model):
+            raise OasisUnsupportedError(f"{type(model).__name__}: {WITHHELD}")
         if len(args) == 1 and isinstance(args[0], Tensor):
             kwargs = dict(kwargs, input_ids=args[0])
             args = ()
@@ -110,7 +147,7 @@ class ForwardHook:
         self._undo(cache)
         cache.ledger.incoming = None
         self._checkpoint = cache.checkpoint()
-        if args or not isinstance(kwargs.get("input_ids"), Tensor):
+        if args or given_rows(kwargs) is None:
             self._agree(cache, kwargs)
             return None
         kwargs = dict(kwargs)
@@ -119,12 +156,12 @@ class ForwardHook:
         keep = keep if isinstance(keep, int) else 0
         self._drop_cached(cache, kwargs, keep)
         self._agree(cache, kwargs)
-        if kwargs["input_ids"].shape[1] > 1 and keep == 1:
+        if (given_rows(kwargs) or 0) > 1 and keep == 1:
             cache.prompt_expected = True
         self._feed_pieces(model, cache, kwargs, keep)
         cache.first_round = first_round
         cache.prompt_drafts = max(keep - 1, 0) if first_round else 0
-        cache.ledger.incoming = kwargs["input_ids"]
+        cache.ledger.incoming = kwargs.get("input_ids")
         return args, kwargs
 
     def _change(self, cache: OasisCache, change: Change) -> None:
@@ -169,7 +206,7 @@ class ForwardHook:
         Only `generate` feeds tokens again, and it always says where they belong. A call by hand
         whose mask does not fit is a mistake.
         """
-        past, rows = cache.get_seq_length(), kwargs["input_ids"].shape[1]
+        past, rows = cache.get_seq_length(), given_rows(kwargs) or 0
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not past or cache.turn is None or not isinstance(positions, Tensor):
             return
@@ -182,34 +219,38 @@ class ForwardHook:
             return
         # The rows whose logits are wanted are computed in any case.
         spare = rows - (keep or rows)
+        if obstacles(kwargs, start):
+            # Images, for example: which of them belong to the tokens left out is not known.
+            spare = 0
         if past - start > spare:
             self._change(cache, shorten(cache, start + spare))
         again = min(past - start, spare)
-        kwargs["input_ids"] = kwargs["input_ids"][:, again:]
-        kwargs["position_ids"] = positions[..., again:]
+        kwargs.update(columns_of(kwargs, again))
 
     def _feed_pieces(
         self, model: torch.nn.Module, cache: OasisCache, kwargs: dict[str, Any], keep: int
     ) -> None:
         """Run all of a long prompt but its last piece, which keeps the rows whose logits count."""
         size = cache.oasis_config.prefill_chunk_size
-        ids, positions = kwargs["input_ids"], kwargs.get("position_ids")
-        wants_all = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
-        if size is None or not keep or wants_all or ids.shape[1] <= size:
+        total = given_rows(kwargs) or 0
+        wants_all = any(name.startswith("output_") and value for name, value in kwargs.items())
+        if size is None or not keep or wants_all or total <= max(size, keep):
             return
-        mask, done, total = kwargs.get("attention_mask"), 0, ids.shape[1]
-        past = cache.get_seq_length()
+        past, done = cache.get_seq_length(), 0
+        whole = obstacles(kwargs, past)
+        if whole:
+            warnings.warn(
+                f"prefill_chunk_size: got a prompt with {', '.join(whole)}, which cannot be cut "
+                f"together with its tokens; all {total} of them are read at once",
+                stacklevel=2,
+            )
+            return
         self._inside = True
         try:
             while total - done > max(size, keep):
                 end = min(done + size, total - keep)
-                piece = dict(kwargs, input_ids=ids[:, done:end], logits_to_keep=1)
-                if isinstance(positions, Tensor):
-                    piece["position_ids"] = positions[..., done:end]
-                if isinstance(mask, Tensor):
-                    piece["attention_mask"] = mask[:, : past + end]
                 cache.prompt_expected = True
-                model(**piece)
+                model(**piece_of(kwargs, done, end, past))
                 # A sliding layer that records its past keeps everything until a crop, and would
                 # outgrow the mask of the next piece.
                 if any(getattr(layer, "record_past", False) for layer in cache.layers):
@@ -217,7 +258,5 @@ class ForwardHook:
                 done = end
         finally:
             self._inside = False
-        kwargs["input_ids"] = ids[:, done:]
-        if isinstance(positions, Tensor):
-            kwargs["position_ids"] = positions[..., done:]
+        kwargs.update(columns_of(kwargs, done))
         cache.prompt_expected = True

@@ -413,7 +413,7 @@ class LayerStorage:
         held = self.settled()[0]
         taken = [self.span(row, keep, held[row]) for row, keep in enumerate(lengths)]
         if lengths != held:
-            self.lengths.copy_(torch.tensor(lengths))
+            self.lengths.copy_(torch.tensor(lengths, device="cpu"))
             self.unsettle()
             self.fresh, self.in_turn = 0, False
             self.reopen()

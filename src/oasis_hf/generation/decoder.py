@@ -50,7 +50,7 @@ class Decoder:
         """
         batch, columns = real.shape
         self.mask, self._base = real, columns
-        self.held = torch.zeros(batch, dtype=torch.long)
+        self.held = torch.zeros(batch, dtype=torch.long, device="cpu")
         past = self.cache.get_seq_length()
         positions = (real.long().cumsum(1) - 1).clamp(min=0)
         ids = ids[:, past - columns :]
@@ -65,7 +65,7 @@ class Decoder:
             self.cache.activate_past_recording()
             if isinstance(self.cache, OasisCache):
                 self.cache.first_round = False
-            rounds.shift(self.cache, torch.zeros(batch, dtype=torch.long))
+            rounds.shift(self.cache, torch.zeros(batch, dtype=torch.long, device="cpu"))
         self._lengths = real.sum(1)
         self._columns = columns
         return logits

@@ -50,8 +50,8 @@ class Text:
         batch, self.prompt = prompt.shape
         self.ids = prompt
         self.starts = real.long().argmax(1)
-        self.ends = torch.full((batch,), self.prompt)
-        self.active = torch.ones(batch, dtype=torch.bool)
+        self.ends = torch.full((batch,), self.prompt, device="cpu")
+        self.active = torch.ones(batch, dtype=torch.bool, device="cpu")
         self._pad = pad
 
     @property

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LEAST_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
-from ..streams import Beside
+from ..streams import Beside, wait_for
 from .limits import HostMemoryError, tightest
 from .pinned import pinned_bytes, pinned_empty
 
@@ -109,7 +109,7 @@ class HostStore:
             # What it holds may still be on its way to or from the device.
             self.settle()
             fresh[0][:, :, : self.slab_blocks] = self.slabs[0][:, :, :-1]
-        self._place([*kept, *fresh])
+        self.hold([*kept, *fresh])
 
     def taken(self, size: int) -> int:
         """Bytes of host memory that a tensor of `size` bytes takes here."""
@@ -121,9 +121,11 @@ class HostStore:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self._pins:
-            return pinned_empty(shape, self.dtype)
+            assert self.table is not None
+            with torch.cuda.device(self.table.device):
+                return pinned_empty(shape, self.dtype)
         try:
-            return torch.zeros(shape, dtype=self.dtype)
+            return torch.zeros(shape, dtype=self.dtype, device="cpu")
         except RuntimeError as error:
             raise HostMemoryError(
                 f"host memory: a slab of {shape} could not be had ({error}); use a shorter context "
@@ -134,7 +136,7 @@ class HostStore:
         """Memory of this store's kind for a slab of another batch size."""
         return self._zeros((batch, *slab.shape[1:]))
 
-    def _place(self, slabs: list[Tensor]) -> None:
+    def hold(self, slabs: list[Tensor]) -> None:
         """Hold these slabs from now on. The list stays: layers of a benchmark share it."""
         if self.table is not None:
             addresses = [slab.data_ptr() for slab in slabs]
@@ -225,7 +227,7 @@ class HostStore:
     def settle(self) -> None:
         """Wait until what the device writes here is visible to the host."""
         if self.table is not None and self.table.is_cuda:
-            torch.cuda.synchronize(self.table.device)
+            wait_for(self.table.device)
 
     def read_range(self, rows: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Read blocks first..last of some sequences: k `[B', H, n, b, Dk]`, v likewise."""
@@ -241,6 +243,6 @@ class HostStore:
         self.slabs = []
         if self.table is not None:
             self.table = torch.zeros_like(self.table)
-        self._place(slabs)
+        self.hold(slabs)
         if slabs:
             self.batch = slabs[0].shape[0]

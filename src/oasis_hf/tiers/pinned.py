@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..streams import wait_for
 from .limits import HostMemoryError, locked_limit
 
 HUGE_PAGE = 1 << 21
@@ -15,7 +16,9 @@ PAGE = 1 << 16
 MADV_HUGEPAGE = 14
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, device: torch.device) -> None:
+    """Give memory back once the device is done with it, which may still read ahead."""
+    wait_for(device)
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -39,12 +42,12 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Raises:
         HostMemoryError: the memory cannot be had, or the driver refuses to register it.
     """
-    size = torch.empty((), dtype=dtype).element_size()
+    size = dtype.itemsize
     for extent in shape:
         size *= extent
     unit, pages = _unit(size), pinned_bytes(size)
     try:
-        raw = torch.empty(pages + unit, dtype=torch.uint8)
+        raw = torch.empty(pages + unit, dtype=torch.uint8, device="cpu")
     except (RuntimeError, MemoryError) as error:
         raise HostMemoryError(
             f"host memory: {pages / 1e9:.2f} GB cannot be had ({error}); lower the context or the "
@@ -68,5 +71,6 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             "lower the context or the batch, or raise the limit of locked memory (ulimit -l, now "
             f"{locked_limit()})"
         )
-    weakref.finalize(raw.untyped_storage(), _unregister, whole.data_ptr())
+    device = torch.device("cuda", torch.cuda.current_device())
+    weakref.finalize(raw.untyped_storage(), _unregister, whole.data_ptr(), device)
     return whole[:size].view(dtype).view(shape)
