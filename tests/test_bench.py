@@ -454,10 +454,10 @@ def test_a_run_keeps_what_the_fetches_cost(monkeypatch: pytest.MonkeyPatch) -> N
         (["--sizes", "1x512"], "more than 512"),
         (["--quick", "--sizes", "1x4096"], "leave one out"),
         (["--caps", "much"], "caps: got 'much', expected none, auto or a share"),
-        (["--caps", "1.5"], "fetch_cap: got 1.5"),
+        (["--caps", "1.5"], "--caps: got 1.5"),
         (
             ["--shape", "./no-such"],
-            "shape: got './no-such', expected one of llama-3.1-8b, qwen3-8b",
+            "--shape: got './no-such', expected a folder with a model",
         ),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",

@@ -266,6 +266,8 @@ def test_eval_and_report_from_any_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("oasis_eval.run.smollm2", lambda: "tiny")
     monkeypatch.setattr("oasis_eval.run.load", lambda source: pair)
+    parts = (pair[0].config, pair[1])
+    monkeypatch.setattr("oasis_hf.cli.evaluate.model_parts", lambda name, work: parts)
     words = ["--tasks", "niah_single_2", "--contexts", "700", "--samples", "1", "--cut", "4"]
     words += ["--text", config.text, "--arms", ORACLE]
     done = runner.invoke(app, ["eval", *words, "--out", "one"], catch_exceptions=False)
@@ -303,7 +305,7 @@ def test_the_tiny_preset_with_the_packaged_model(runner: CliRunner, tmp_path: Pa
 )
 def test_mistakes_are_explained(runner: CliRunner, arguments: list[str], message: str) -> None:
     done = runner.invoke(app, arguments)
-    assert done.exit_code == 1 and message in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 def test_what_is_missing_can_be_installed(

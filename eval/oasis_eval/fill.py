@@ -30,21 +30,9 @@ def fill(
     Raises:
         ValueError: the smallest text is longer already.
     """
-    first = draft.turns[0] if draft.turns else None
-
-    def tokens(text: str) -> int:
-        if first is None:
-            return len(plain(tokenizer, text))
-        return len(opening(tokenizer, text, first.question, first.lead_in))
-
-    reserve = reserved(tokenizer, draft)
-    room = context - reserve
-    least = tokens(draft.body(draft.fewest))
-    if least > room:
-        raise ValueError(
-            f"context: got {context}, which is too short for this task; use at least "
-            f"{least + reserve}"
-        )
+    tokens = _counter(tokenizer, draft)
+    room = context - reserved(tokenizer, draft)
+    check(tokenizer, draft, context)
     # Hardly a unit takes less than one token; a list that ends sooner is followed by prose alone.
     units = _most(lambda n: tokens(draft.body(n)), room, draft.fewest, 2 * context)
     body = draft.body(units)
@@ -54,6 +42,31 @@ def fill(
             body = draft.body(units - given_up)
             found = max(found, _led(tokens, room, body, prose), key=lambda pair: pair[1])
     return found
+
+
+def check(tokenizer: Any, draft: Draft, context: int) -> None:
+    """That the smallest text of a draft fits.
+
+    Raises:
+        ValueError: it does not.
+    """
+    needed = _counter(tokenizer, draft)(draft.body(draft.fewest)) + reserved(tokenizer, draft)
+    if needed > context:
+        raise ValueError(
+            f"context: got {context}, which is too short for this task; use at least {needed}"
+        )
+
+
+def _counter(tokenizer: Any, draft: Draft) -> Callable[[str], int]:
+    """Tokens of the first prompt with a text, or of the text where nothing is asked."""
+    first = draft.turns[0] if draft.turns else None
+
+    def tokens(text: str) -> int:
+        if first is None:
+            return len(plain(tokenizer, text))
+        return len(opening(tokenizer, text, first.question, first.lead_in))
+
+    return tokens
 
 
 def _led(

@@ -22,6 +22,7 @@ def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
     Raises:
         FileNotFoundError: the folder holds no run.
+        ValueError: its files are not those of a run, or it has no results yet.
     """
     about, log = folder / "config.json", folder / "samples.jsonl"
     for file in (about, log):
@@ -29,11 +30,26 @@ def load_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
             raise FileNotFoundError(
                 f"{folder} holds no {file.name}; expected a folder that `oasis-hf eval` wrote"
             )
-    made, records = json.loads(about.read_text(encoding="utf-8")), read_records(log)
+    made, records = _about(about), read_records(log)
     if (folder / PEERS).exists():
         records += read_records(folder / PEERS)
-        made["peers"] = json.loads((folder / PEERS_ABOUT).read_text(encoding="utf-8"))
+        made["peers"] = _about(folder / PEERS_ABOUT)
+    for record in records:
+        if not {"task", "context", "number", "arm"} <= set(record):
+            raise ValueError(f"{log}: holds {record}, expected results of `oasis-hf eval`")
+    if not records:
+        raise ValueError(f"{folder} holds no results yet; let `oasis-hf eval` answer some first")
     return made, records
+
+
+def _about(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON; expected what `oasis-hf eval` wrote") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no object; expected what `oasis-hf eval` wrote")
+    return found
 
 
 def write_report(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from oasis_hf.compat import text_config
 from oasis_hf.packaged import load, smollm2
 
 from .arms import Arm
@@ -67,7 +68,7 @@ def run(
     logging.disable_progress_bar()
     options = {"dtype": config.dtype} if config.dtype else {}
     model, tokenizer = pair or load(config.model or smollm2(), **options)
-    check_length(model, config)
+    check_length(model.config, config)
     text = config.text or available()
     about = describe(model) | {"text": source_name(text)}
     about |= {"config": config.as_dict(), "digest": config.digest}
@@ -123,19 +124,31 @@ def opened(config: EvalConfig, out: Path) -> list[Record]:
     Raises:
         ConfigError: they are of another config; the message names what differs.
     """
-    about = out / "config.json"
-    if about.exists():
-        found = json.loads(about.read_text(encoding="utf-8"))
-        if found["digest"] != config.digest:
-            old, new = found["config"], config.as_dict()
-            keys = [key for key in new if new[key] != old.get(key)]
-            raise ConfigError(
-                f"out: {out} holds a run with other {', '.join(keys)}; name another folder, or "
-                "run it with the config that it has"
-            )
+    check_folder(config, out)
     out.mkdir(parents=True, exist_ok=True)
     log = out / "samples.jsonl"
     return read_records(log) if log.exists() else []
+
+
+def check_folder(config: EvalConfig, out: Path) -> None:
+    """Raise `ConfigError` where a folder holds the run of another config."""
+    about = out / "config.json"
+    if not about.exists():
+        return
+    try:
+        made = json.loads(about.read_text(encoding="utf-8"))
+        digest, old = made["digest"], made["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"out: got {out}, whose config.json is not that of a run; name another folder"
+        ) from error
+    if digest != config.digest:
+        new = config.as_dict()
+        keys = [key for key in new if new[key] != old.get(key)]
+        raise ConfigError(
+            f"out: {out} holds a run with other {', '.join(keys)}; name another folder, or "
+            "run it with the config that it has"
+        )
 
 
 def read_records(log: Path) -> list[Record]:
@@ -144,7 +157,22 @@ def read_records(log: Path) -> list[Record]:
     whole, _, torn = text.rpartition("\n")
     if torn:
         log.write_text(whole + "\n" if whole else "", encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [_record_of(line, f"{log}, line {n}") for n, line in enumerate(whole.splitlines(), 1)]
+
+
+def _record_of(line: str, where: str) -> Record:
+    """One result.
+
+    Raises:
+        ConfigError: the line is none.
+    """
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is no JSON; remove the line to have it made again") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: is no result; remove the line to have it made again")
+    return record
 
 
 def identity(record: Record) -> tuple[str, int, int, str]:
@@ -152,9 +180,9 @@ def identity(record: Record) -> tuple[str, int, int, str]:
     return record["task"], record["context"], record["number"], record["arm"]
 
 
-def check_length(model: Any, config: EvalConfig) -> None:
+def check_length(model_config: Any, config: EvalConfig) -> None:
     """Raise `ConfigError` for contexts that the model has no positions for."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = getattr(text_config(model_config), "max_position_embeddings", None)
     for context in config.contexts:
         if most is not None and context > most:
             raise ConfigError(f"contexts: got {context}, but the model has {most} positions")

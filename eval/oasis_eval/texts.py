@@ -23,6 +23,7 @@ def read_text(source: str) -> str:
 
     Raises:
         FileNotFoundError: the package or file is missing.
+        ValueError: the file is not text in UTF-8, or holds none.
     """
     if source == "reference":
         return prose()
@@ -37,11 +38,17 @@ def read_text(source: str) -> str:
     elif Path(source).suffix == ".rdb":
         files = [_novels(Path(source))]
     else:
-        files = [Path(source).read_text(encoding="utf-8")]
+        try:
+            files = [Path(source).read_text(encoding="utf-8")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source} is not text in UTF-8; convert it") from error
     paragraphs = [
         " ".join(paragraph.split()) for text in files for paragraph in re.split(r"\n\s*\n", text)
     ]
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+    text = "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+    if not text:
+        raise ValueError(f"{source} holds no text; name a file that does")
+    return text
 
 
 def available() -> str:

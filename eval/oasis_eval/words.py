@@ -90,7 +90,14 @@ def names(draw: Random, count: int) -> list[str]:
 def made_up(
     draw: Random, count: int, length: int, letters: str = string.ascii_lowercase
 ) -> list[str]:
-    """Distinct strings of random letters."""
+    """Distinct strings of random letters.
+
+    Raises:
+        ValueError: more are wanted than half of those that exist; the last ones would take long.
+    """
+    most = len(set(letters)) ** length // 2
+    if count > most:
+        raise ValueError(f"made_up: got {count}, expected at most {most} of {length} letters")
     found: dict[str, None] = {}
     while len(found) < count:
         found["".join(draw.choices(letters, k=length))] = None

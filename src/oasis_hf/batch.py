@@ -4,7 +4,7 @@ What can fail comes first: the row numbers are checked, then the memory for all 
 and new slabs exist at the same time), then everything new is made. Only then is anything replaced.
 A batch that does not grow needs no new host memory: its rows move within what is there, through a
 scratch of one slab; and where a smaller batch would rather have smaller slabs and cannot get them,
-it keeps the large ones.
+it keeps the large ones. What other caches hold too stays as it is, and is copied.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def take(layers: list[LayerStorage], rows: Tensor, others: Callable[[], None]) -
         others()
         return
     before, after = layers[0].batch_size, len(rows)
-    if after > before:
+    if torch.equal(rows, torch.arange(before)):
+        others()
+        return
+    if after > before or any(layer.store.shared for layer in layers):
         _require(layers, before, after)
         found = [_made(layer, rows) for layer in layers]
         others()
         for layer, made in zip(layers, found, strict=True):
             _put(layer, made)
-        return
-    if torch.equal(rows, torch.arange(before)):
-        others()
         return
     scratch = _Scratch(layers, after)
     others()
@@ -103,24 +103,12 @@ def take(layers: list[LayerStorage], rows: Tensor, others: Callable[[], None]) -
             _put(layer, smaller)
 
 
-def _tensors(layer: LayerStorage) -> list[Tensor]:
-    """Every tensor of a layer that has a row per sequence."""
-    found: list[Tensor] = []
-
-    def note(held: Tensor) -> Tensor:
-        found.append(held)
-        return held
-
-    layer.map_batch(note)
-    return found
-
-
 def _require(layers: list[LayerStorage], before: int, after: int) -> None:
     """Check the host memory for the new slabs of all layers, and all else that is on the host."""
     needed = 0
     for layer in layers:
         slabs = {id(slab) for slab in layer.store.slabs}
-        for held in _tensors(layer):
+        for held in layer.rowwise():
             if held.device.type == "cpu":
                 size = held.nbytes // max(1, before) * after
                 needed += layer.store.taken(size) if id(held) in slabs else size
@@ -139,7 +127,7 @@ def _made(layer: LayerStorage, rows: Tensor) -> Replacement:
     # What the device still writes to the host, or to the pool beside this stream.
     layer.engine.join()
     layer.store.settle()
-    for held in _tensors(layer):
+    for held in layer.rowwise():
         where = rows.to(held.device)
         if id(held) in slabs:
             fresh = layer.store.like(held, len(rows))
@@ -159,7 +147,7 @@ class _Scratch:
     def __init__(self, layers: list[LayerStorage], rows: int) -> None:
         sizes: dict[torch.device, int] = {}
         for layer in layers:
-            for held in _tensors(layer):
+            for held in layer.rowwise():
                 size = held[:1].nbytes * rows
                 sizes[held.device] = max(sizes.get(held.device, 0), size)
         try:
@@ -196,23 +184,24 @@ def take_all(cache: OasisCache, rows: Tensor, native: Callable[[Any], None]) -> 
     others = [layer for layer in cache.layers if layer not in ours]
 
     def rest() -> None:
-        before = [_copied(layer) for layer in others]
+        parts = [*others, cache.ledger]
+        before = [_copied(part) for part in parts]
         try:
             for layer in others:
                 native(layer)
             cache.ledger.map_batch(lambda t: t.index_select(0, rows.to(t.device)))
         except BaseException:
-            for layer, state in zip(others, before, strict=True):
-                vars(layer).clear()
-                vars(layer).update(state)
+            for part, state in zip(parts, before, strict=True):
+                vars(part).clear()
+                vars(part).update(state)
             raise
 
     take([layer for layer in ours if layer.is_initialized], rows, rest)
 
 
-def _copied(layer: Any) -> dict[str, Any]:
-    """Attributes of one of Transformers' layers, whose batch operations replace tensors."""
+def _copied(part: Any) -> dict[str, Any]:
+    """Attributes of the ledger or one of Transformers' layers: batch operations replace tensors."""
     return {
         name: value.copy() if isinstance(value, list | dict) else value
-        for name, value in vars(layer).items()
+        for name, value in vars(part).items()
     }

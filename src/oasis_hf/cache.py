@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .attention import NAME
 from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
 from .copying import duplicate, refuse_pickle
+from .forward import Drafting, Forward, Hint, Kind, describe
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
 from .index import index_class
@@ -94,11 +95,9 @@ class OasisCache(compat.Cache):
         self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
         self._first = next(n for n, x in enumerate(layers) if hasattr(x, "update"))
         self._checkpoint: Checkpoint | None = None
-        self._recording = False
-        self.first_round = False
-        self.prompt_expected = False
-        self.prompt_drafts = 0
-        self._verified = 0
+        self.forward: Forward | None = None
+        self._drafting = Drafting.OFF
+        self._hint: Hint | None = None
         self.torn = False
         self.rounds = self.drafted = self.accepted = 0
         self.hook: ForwardHook | None = None
@@ -139,10 +138,10 @@ class OasisCache(compat.Cache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == self._ours[0]:
             self._check_whole()
-            self.begin(key_states.shape[2])
+            self.begin(self.next_forward(key_states.shape[2]))
         layer = self.layers[layer_idx]
-        if isinstance(layer, OasisLayer):
-            return layer.update(key_states, value_states, dense=self._dense, drafts=self._drafts)
+        if isinstance(layer, OasisLayer | DenseLayer):
+            return layer.update(key_states, value_states, forward=self.forward)
         given = key_states, value_states
         k, v = layer.update(key_states.detach(), value_states.detach(), *args, **kwargs)
         if compat.is_sliding(layer):
@@ -244,42 +243,60 @@ class OasisCache(compat.Cache):
                 layer.drop(layer.columns - columns, 0)
         for change in reversed(checkpoint.changes):
             change.undo(self)
-        self._verified = 0
+        self.forward = None
 
-    def is_verification(self, rows: int) -> bool:
-        """Whether the next forward, of `rows` tokens, verifies drafts."""
-        return (
-            self._recording
-            and not self.first_round
-            and not self.prompt_expected
-            and self.ledger.columns > 0
-            and rows <= self.oasis_config.max_rows
+    def next_forward(self, rows: int) -> Forward:
+        """What the forward of `rows` new tokens that comes next is, or the one in progress."""
+        seen, known = self.hook is not None and self.hook.active, self.forward
+        if known is not None and known.rows == rows and (seen or known.recorded):
+            return known
+        return self.describe(rows)
+
+    def describe(self, rows: int, keep: int = 0, **known: Any) -> Forward:
+        """What the next forward is, by what the cache knows and its caller; see `describe`.
+
+        Args:
+            rows: new columns.
+            keep: newest columns whose logits are wanted; 0 if that is not known.
+            **known: fields of the `Forward` that its caller knows.
+        """
+        config = self.oasis_config
+        made = describe(
+            self.ledger.columns,
+            rows,
+            self._drafting,
+            max_rows=config.max_rows,
+            exact=config.verification == "exact",
+            hint=self._hint,
+            keep=keep,
         )
+        return replace(made, **known)
 
-    def is_decode(self, rows: int) -> bool:
-        """Whether the next forward is attended to sparsely rather than as a prompt."""
-        return self.ledger.columns > 0 and (rows == 1 or self.is_verification(rows))
+    def begin(self, forward: Forward) -> None:
+        """Open a forward.
 
-    def begin(self, rows: int) -> None:
-        """Open a forward of `rows` tokens: a prompt, or decoding."""
-        drafts, self.prompt_drafts = self.prompt_drafts, 0
-        if self.oasis_config.verification != "exact":
-            drafts = 0
-        # The last token of a prompt, alone, is a step like any other.
-        step = drafts > 0 and rows - drafts == 1 and self.ledger.columns > 0
-        verify = step or self.is_verification(rows)
-        if self.hook is not None and rows > 1 and not verify:
-            self.hook.notice(self, rows)
-        self._dense = rows > 1 and not verify
-        self._drafts = drafts if self._dense else 0
-        self._verified = rows if verify else 0
-        self.first_round = self.prompt_expected = False
+        Raises:
+            HostMemoryError: its tokens do not fit; no layer has taken any.
+        """
+        if self.hook is not None and forward.dense and forward.rows > 1:
+            self.hook.notice(self, forward.rows)
+        self.forward, self._hint = forward, None
+        if self._drafting is Drafting.ANNOUNCED and not (self.hook and self.hook.feeds_pieces):
+            self._drafting = Drafting.ON
         for layer in self.offloaded[:1]:
             layer.ahead.clear()
-        # Where memory runs out, no layer has taken any of the new tokens.
         for layer in self.offloaded:
             if layer.is_initialized:
-                layer.grow(rows)
+                layer.grow(forward.rows)
+
+    def expect(self, prompt: bool = False, agreed: bool = False) -> None:
+        """Say what is known of the next forward.
+
+        Args:
+            prompt: it is a prompt, however short, where verifications are due.
+            agreed: its mask certainly says of earlier columns what was recorded.
+        """
+        self._hint = Hint(prompt, agreed)
 
     @uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -299,10 +316,26 @@ class OasisCache(compat.Cache):
         A hand-written speculative loop should call it too: calls of several tokens are then
         attended to sparsely, as decoding, rather than densely, as a prompt.
         """
-        self._recording = self.first_round = True
-        for number in self._ours:
-            if isinstance(self.layers[number], OasisLayer):
-                self.layers[number].recording = True
+        self._record(Drafting.ANNOUNCED)
+
+    def expect_drafts(self) -> None:
+        """As `activate_past_recording`, where the prompt has been read: verifications follow."""
+        self._record(Drafting.ON)
+
+    @property
+    def drafts_announced(self) -> bool:
+        """Whether the next forward is a prompt after which drafts come."""
+        return self._drafting is Drafting.ANNOUNCED
+
+    @property
+    def mask_agrees(self) -> bool:
+        """Whether the next forward's mask is known to say what was recorded."""
+        return self._hint is not None and self._hint.agreed
+
+    def _record(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+        for layer in self.offloaded:
+            layer.recording = True
         super().activate_past_recording()
 
     @kept_steady
@@ -336,12 +369,12 @@ class OasisCache(compat.Cache):
         for layer in (self.layers[number] for number in self._ours):
             moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
             layer.drop(-count, moved)
-        if self._verified:
+        forward, self.forward = self.forward, None
+        if forward is not None and forward.kind is Kind.VERIFY:
             self.rounds += 1
-            self.drafted += self._verified - 1
-            # A crop may reach behind what was verified.
-            self.accepted += max(0, self._verified - 1 + count)
-            self._verified = 0
+            self.drafted += forward.rows - 1
+            # A crop may reach further than what was verified.
+            self.accepted += max(0, forward.rows - 1 + count)
 
     @kept_steady
     def commit(
@@ -372,11 +405,11 @@ class OasisCache(compat.Cache):
             columns = self.ledger.columns - rows + (int(kept.max()) if kept.numel() else 0)
         rounds.check(self, rows, kept, offered, columns)
         rounds.commit(self, rows, kept, offered, columns)
-        if self._verified > 1:
+        forward, self.forward = self.forward, None
+        if forward is not None and forward.kind is Kind.VERIFY and forward.rows > 1:
             self.rounds += 1
             self.drafted += int((offered - 1).clamp(min=0).sum())
             self.accepted += int((kept - 1).clamp(min=0).sum())
-        self._verified = 0
 
     @kept_steady
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -387,7 +420,7 @@ class OasisCache(compat.Cache):
         """
         if (held := self._rows) is not None:
             rows = batch.chosen(held, beam_idx, "beam_idx")
-            self._checkpoint = None
+            self._checkpoint = self.forward = None
             batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
 
     @kept_steady
@@ -399,7 +432,7 @@ class OasisCache(compat.Cache):
         """
         if (held := self._rows) is not None:
             rows = batch.repeated(held, repeats)
-            self._checkpoint = None
+            self._checkpoint = self.forward = None
             batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     @kept_steady
@@ -411,7 +444,7 @@ class OasisCache(compat.Cache):
         """
         if (held := self._rows) is not None:
             rows = batch.chosen(held, indices, "indices")
-            self._checkpoint = None
+            self._checkpoint = self.forward = None
             batch.take_all(self, rows, lambda layer: layer.batch_select_indices(rows))
 
     @property
@@ -425,9 +458,9 @@ class OasisCache(compat.Cache):
         """Forget everything and give all memory back; the cache can be used again."""
         self._checkpoint = None
         self.ledger.reset()
-        self._recording = self.first_round = self.prompt_expected = self.torn = False
-        self.prompt_drafts = 0
-        self._verified = self.rounds = self.drafted = self.accepted = 0
+        self.forward, self._drafting, self._hint = None, Drafting.OFF, None
+        self.torn = False
+        self.rounds = self.drafted = self.accepted = 0
         # Transformers' layers would keep zeroed tensors of the old shape.
         native = compat.native_layers(self.model_config)
         for number, layer in enumerate(self.layers):

@@ -32,6 +32,7 @@ BUILT = {"layers", "hook", "graphs", "turn", "model_config", "oasis_config"}
 """Attributes of a cache that a copy makes for itself."""
 
 
+@torch.no_grad()
 def duplicate(cache: OasisCache, memo: dict[int, Any]) -> OasisCache:
     """A copy of a cache that goes on exactly as the cache would, and independently.
 
@@ -46,6 +47,7 @@ def duplicate(cache: OasisCache, memo: dict[int, Any]) -> OasisCache:
         HostMemoryError: there is not as much host memory again.
     """
     cache.settle()
+    _require(cache)
     options = {x: getattr(cache.oasis_config, x) for x in type(cache.oasis_config).fields()}
     model = cache.model
     if model is None:
@@ -67,15 +69,13 @@ def duplicate(cache: OasisCache, memo: dict[int, Any]) -> OasisCache:
     for old, new in pairs:
         if isinstance(old, OasisLayer) and old.is_initialized:
             old.engine.join()
-            if old.device.type == "cuda":
-                # The store is read by the host, and the device may still write it.
-                torch.cuda.synchronize(old.device)
             if id(old.store) not in memo:
-                memo[id(old.store)] = _store(old)
-        _take_over(new, old, memo, {"engine"})
+                memo[id(old.store)] = _store(old.store)
+        _take_over(new, old, memo, {"engine", "epoch"})
         if isinstance(new, OasisLayer) and new.is_initialized:
             new.engine = build_engine(new)
             new.allowance.enter(new)
+            new.renew()
     return other
 
 
@@ -86,20 +86,29 @@ def _take_over(new: Any, old: Any, memo: dict[int, Any], but: Collection[str] = 
             vars(new)[name] = twin(value, memo)
 
 
-def _store(layer: OasisLayer) -> HostStore:
-    """A copy of a layer's host memory, whose addresses are other ones."""
-    old = layer.store
-    backend = "reference" if old.table is None else "triton"
-    new = HostStore(old.geometry, old.batch, old.dtype, layer.device, backend)
-    # The first of the layers that are copied together checks the memory for all of them.
+def _require(cache: OasisCache) -> None:
+    """Check the host memory for everything that is in host memory, before any is taken."""
+    needed = 0
+    for layer in cache.offloaded:
+        if layer.is_initialized:
+            needed += sum(layer.store.taken(slab.nbytes) for slab in layer.store.slabs)
+            if layer.device.type == "cpu":
+                parts = (layer.pool, layer.tail, layer.index, layer.residency)
+                needed += sum(part.nbytes for part in parts)
     require(
-        layer.store_layers * sum(old.taken(slab.nbytes) for slab in old.slabs),
+        needed,
         host.available_bytes(),
-        f"a copy of the full KV of {old.blocks} blocks x {old.batch} sequences x "
-        f"{layer.store_layers} layers",
-        "use the cache itself, or a machine with more memory; nothing has changed",
+        f"a copy of a cache of {cache.ledger.columns} tokens",
+        "use a shorter context, a smaller batch or a machine with more memory",
     )
-    new.hold([new.like(slab, old.batch).copy_(slab) for slab in old.slabs])
+
+
+def _store(old: HostStore) -> HostStore:
+    """A copy of host memory, whose addresses are other ones."""
+    new = copy.copy(old)
+    new.beside = Beside(old.beside.device)
+    # Its own list and table from here on; the old store keeps those that it has.
+    new.map_batch(lambda slab: new.like(slab, slab.shape[0]).copy_(slab))
     return new
 
 

@@ -116,7 +116,8 @@ class ReferenceEngine(Engine):
             plan = s.residency.step(self._fill_score(score), s.residency.slots, float("-inf"), 0)
             self._fetch(plan.ids, plan.now)
             s.counters.fill(plan)
-        plan = s.residency.step(score, s.wanted, config.now_above, cap)
+        # No graph bakes this size in, so it follows the context closely.
+        plan = s.residency.step(score, min(s.wanted, s.holds), config.now_above, cap)
         if config.on_miss != "skip":
             self._fetch(plan.ids, plan.now)
         out = s.ops.sparse_attention(

@@ -18,6 +18,7 @@ import functools
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from .ambient import autocast_devices, steady, uncompiled
 from .compat import CACHE_KWARGS, asks_for_more, cache_of, follows_length
 from .copying import as_original
 from .engine import TritonEngine
+from .forward import Forward
 from .fused import FusedLayers
 from .native import DenseLayer
 from .streams import whole_device
@@ -180,7 +182,7 @@ class StepGraphs:
         cache = self._cache()
         assert cache is not None
         ids = kwargs.get("input_ids")
-        if not isinstance(ids, Tensor) or not cache.is_decode(ids.shape[1]):
+        if not isinstance(ids, Tensor) or cache.next_forward(ids.shape[1]).dense:
             if self._warm:
                 # A prompt takes long enough to look at the whole model.
                 self._look(thoroughly=True)
@@ -209,9 +211,11 @@ class StepGraphs:
         for layer in cache.offloaded:
             layer.engine.join()
         valid = None if mask is None else mask[:, -rows:].bool()
-        cache.ledger.append(valid, ids.shape[0], rows, ids.device)
+        coming = cache.next_forward(rows)
+        cache.ledger.append(valid, ids.shape[0], rows, ids.device, coming.ids)
         if entry is None:
-            entry = self._capture(cache, forward, kwargs, ids, positions, valid)
+            entry = self._capture(cache, forward, kwargs, ids, positions, valid, coming)
+            cache.forward = coming
             self._entries = {key: entry} | {
                 k: e for k, e in self._entries.items() if k[0] == key[0]
             }
@@ -220,7 +224,7 @@ class StepGraphs:
             entry.positions.copy_(positions)
             if entry.valid is not None and valid is not None:
                 entry.valid.copy_(valid)
-            cache.begin(rows)
+            cache.begin(coming)
             for layer in cache.offloaded:
                 layer.advanced(rows)
         entry.graph.replay()
@@ -316,25 +320,23 @@ class StepGraphs:
         ids: Tensor,
         positions: Tensor,
         valid: Tensor | None,
+        coming: Forward,
     ) -> _Entry:
         """Record the step; nothing runs until the first replay."""
         entry = _Entry(ids, positions, valid)
+        cache.forward = replace(coming, recorded=True, real=entry.valid)
         call = dict(kwargs, input_ids=entry.ids, position_ids=entry.positions, attention_mask=None)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        cache.ledger.static, cache.ledger.frozen = entry.valid, True
-        try:
-            with (
-                whole_device,
-                self._compiling(cache),
-                torch.cuda.device(ids.device),
-                torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                output = forward(**call)
-                for layer in cache.offloaded:
-                    layer.engine.join()
-        finally:
-            cache.ledger.static, cache.ledger.frozen = None, False
+        with (
+            whole_device,
+            self._compiling(cache),
+            torch.cuda.device(ids.device),
+            torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            output = forward(**call)
+            for layer in cache.offloaded:
+                layer.engine.join()
         self.captured += 1
         entry.kind = type(output)
         entry.outputs = {name: x for name, x in output.items() if isinstance(x, Tensor)}

@@ -10,6 +10,7 @@ from . import batch
 from .compat import CacheLayerMixin, columns_to_crop
 from .config import OasisConfig
 from .contents import ByColumn
+from .forward import Forward, Kind
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .link import Allowance
@@ -48,7 +49,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
-        self._dense, self._drafts = True, 0
+        self.forward: Forward | None = None
         # `[B, T]` positions of the tokens of the forward in progress; None for a prompt.
         self._rows: Tensor | None = None
 
@@ -105,11 +106,6 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         """Logical sizes: what is resident does not change what a mask covers."""
         return OasisLength(self.columns + query_length), 0
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether the forward in progress is attended to densely; it may wait for the device."""
-        return self._dense
-
     # ---- one forward ---------------------------------------------------------------------------
 
     def update(
@@ -117,8 +113,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         key_states: Tensor,
         value_states: Tensor,
         *args: Any,
-        dense: bool = True,
-        drafts: int = 0,
+        forward: Forward | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Take the new tokens' K and V; they are stored when the attention runs.
@@ -126,8 +121,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         Args:
             key_states: `[B, H, T, Dk]`.
             value_states: `[B, H, T, Dv]`.
-            dense: whether these tokens are a prompt.
-            drafts: newest of them that are drafts all the same, verified behind the prompt.
+            forward: the forward that they come in; a prompt by default.
 
         Returns:
             The same tensors; the key carries the handle that `oasis_attention` looks for.
@@ -135,7 +129,10 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states)
-        self._dense, self._drafts = dense, drafts
+        if forward is None:
+            forward = Forward(Kind.PROMPT, self.columns, key_states.shape[2])
+        self.forward = forward
+        self.recording = self.recording or forward.drafting
         attach(self, key_states, value_states)
         return key_states, value_states
 
@@ -178,9 +175,10 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         """
         if new:
             self.reserve(key.shape[2])
-        if self._dense:
+        assert self.forward is not None
+        if self.forward.dense:
             self._rows = None
-            if new and self._drafts:
+            if new and self.forward.drafts:
                 return self._attend_prompt_and_drafts(query, key, value, valid, scaling)
             return self.attend_dense(query, key, value, valid, scaling, new)
         if self.config.verification == "exact" and key.shape[2] > 1:
@@ -221,7 +219,8 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """A prompt with the first drafts behind it, which assisted decoding gives in one call."""
-        first = key.shape[2] - self._drafts
+        assert self.forward is not None
+        first = key.shape[2] - self.forward.drafts
         (q, drafted_q), (k, drafted_k), (v, drafted_v) = (
             states.tensor_split([first], 2) for states in (query, key, value)
         )
@@ -295,7 +294,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
 
     def _forget_forward(self) -> None:
         """Forget what the last forward left: it has the rows of the sequences of then."""
-        self._rows, self._before = None, []
+        self.forward, self._rows, self._before = None, None, []
         self.ahead.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

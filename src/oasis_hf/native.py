@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .compat import DynamicLayer
 from .dense import dense_attention
+from .forward import Forward, Kind
 from .handle import OasisLength, attach
 from .ledger import PaddingLedger
 
@@ -26,8 +27,7 @@ class DenseLayer(DynamicLayer):
         self.values: Tensor | None
         self.dtype: torch.dtype
         self.layer_idx, self.ledger, self.leads = layer_idx, ledger, leads
-
-    reads_prompt = False
+        self.forward: Forward | None = None
 
     @property
     def columns(self) -> int:
@@ -39,9 +39,17 @@ class DenseLayer(DynamicLayer):
         return OasisLength(self.columns + query_length), 0
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        forward: Forward | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Take new K and V; they are stored when the attention runs."""
+        if forward is None:
+            forward = Forward(Kind.PROMPT, self.columns, key_states.shape[2])
+        self.forward = forward
         attach(self, key_states, value_states)
         return key_states, value_states
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from . import compat
 from .copying import twin
@@ -24,13 +25,6 @@ from .savefile import DENSE, NATIVE, OFFLOADED, Saved, SavedCacheError, SavedFil
 
 if TYPE_CHECKING:
     from .cache import OasisCache
-
-
-def kind_of(layer: Any) -> str:
-    """How a layer's contents are laid out in a file."""
-    if isinstance(layer, OasisLayer):
-        return OFFLOADED
-    return DENSE if isinstance(layer, DenseLayer) else NATIVE
 
 
 def save(cache: OasisCache, path: str | Path) -> None:
@@ -49,8 +43,9 @@ def save(cache: OasisCache, path: str | Path) -> None:
             )
         if not columns or not layer.is_initialized:
             continue
-        kinds[number] = kind_of(layer)
+        kinds[number] = DENSE if isinstance(layer, DenseLayer) else NATIVE
         if isinstance(layer, OasisLayer):
+            kinds[number] = OFFLOADED
             k, v, _ = layer.history(layer.lengths.tolist())
             tensors[f"{number}.lengths"] = layer.lengths.cpu()
         else:
@@ -96,19 +91,29 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
         raise SavedCacheError(
             f"saved cache: its index {chosen['index']!r} is not built in; pass index=YourIndex"
         )
+    _check_layers(file, config, chosen["dense_layers"])
     saved = file.read()
     cache = cls(model, **chosen)
-    for number, layer in enumerate(cache.layers):
-        if compat.is_placeholder(layer) or not saved.columns:
+    _restore(cache, saved)
+    return cache
+
+
+def _check_layers(file: SavedFile, config: PreTrainedConfig, dense: Any) -> None:
+    """Refuse a file whose layers are of other kinds than those of the cache to be built."""
+    if not file.head.columns or not isinstance(dense, list | tuple):
+        return
+    for number, layer in enumerate(compat.native_layers(config)):
+        if compat.is_placeholder(layer):
             continue
-        got, want = saved.layers.get(number, "nothing"), kind_of(layer)
+        want = NATIVE
+        if compat.is_full_attention(layer):
+            want = DENSE if number in dense else OFFLOADED
+        got = file.head.layers.get(number, "nothing")
         if got != want:
             raise SavedCacheError(
                 f"saved cache: got layer {number} as {got}, expected {want}; dense_layers must be "
                 f"those that it was saved with, {file.head.options['dense_layers']}"
             )
-    _restore(cache, saved)
-    return cache
 
 
 def _check_model(file: SavedFile, model: torch.nn.Module) -> None:
@@ -183,6 +188,7 @@ def _restore(cache: OasisCache, saved: Saved) -> None:
     cache.ledger.restore(Record(saved.columns, real, ids))
 
 
+@torch.no_grad()
 def fork(cache: OasisCache, **options: Any) -> OasisCache:
     """An independent cache with the same contents; `options` may change anything but the model.
 

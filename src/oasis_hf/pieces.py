@@ -25,6 +25,9 @@ BY_COLUMN = {
 }
 """Arguments with an entry for every new column, and the axis of it."""
 
+OVER_ALL = ("attention_mask", "token_type_ids", "mm_token_type_ids")
+"""Arguments that may be `[B, C]` over the columns held too, these first."""
+
 OF_LAST = ("logits_to_keep",)
 """Arguments that say which of the newest columns are wanted."""
 
@@ -50,13 +53,23 @@ def obstacles(kwargs: Mapping[str, Any], past: int) -> list[str]:
     for name, value in kwargs.items():
         if name in (*CACHE_KWARGS, *OF_LAST) or not _holds_tensors(value):
             continue
-        if name == "attention_mask":
-            fits = isinstance(value, Tensor) and value.shape[1:] == (past + rows,)
-        else:
-            fits = name in BY_COLUMN and value.shape[BY_COLUMN[name]] == rows
-        if not fits:
+        one_for_each = name in BY_COLUMN and _extent(value, name) == rows
+        if not one_for_each and not _covers(name, value, past + rows):
             found.append(name)
     return found
+
+
+def _extent(value: Any, name: str) -> int | None:
+    """Entries of an argument along its axis of columns."""
+    axis = BY_COLUMN[name]
+    if not isinstance(value, Tensor) or not -value.ndim <= axis < value.ndim:
+        return None
+    return int(value.shape[axis])
+
+
+def _covers(name: str, value: Any, columns: int) -> bool:
+    """Whether an argument has an entry for each of all columns, those held included."""
+    return name in OVER_ALL and isinstance(value, Tensor) and value.shape[1:] == (columns,)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -70,13 +83,15 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def columns_of(kwargs: Mapping[str, Any], first: int, last: int | None = None) -> dict[str, Any]:
-    """A call's arguments with new columns `first` to `last` alone; its mask is left as it is."""
-    cut = dict(kwargs)
+    """A call's arguments with new columns `first` to `last` alone.
+
+    Those that cover all columns are left as they are.
+    """
+    cut, rows = dict(kwargs), given_rows(kwargs) or 0
     for name, axis in BY_COLUMN.items():
         value = kwargs.get(name)
-        if isinstance(value, Tensor):
-            axis %= value.ndim
-            end = value.shape[axis] if last is None else last
+        if value is not None and _extent(value, name) == rows:
+            end = rows if last is None else last
             cut[name] = value.narrow(axis, first, end - first)
     return cut
 
@@ -90,9 +105,10 @@ def piece_of(kwargs: Mapping[str, Any], first: int, last: int, past: int) -> dic
         last: the column after it.
         past: columns that the cache held before the call.
     """
-    piece = columns_of(kwargs, first, last)
+    piece, columns = columns_of(kwargs, first, last), past + (given_rows(kwargs) or 0)
     piece["logits_to_keep"] = 1
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor):
-        piece["attention_mask"] = mask[:, : past + last]
+    for name in OVER_ALL:
+        # Of an empty cache these are the new columns, cut above.
+        if _covers(name, piece.get(name), columns):
+            piece[name] = piece[name][:, : past + last]
     return piece

@@ -125,6 +125,7 @@ class LayerStorage:
             )
         owner.engine.join()
         # The same slabs, also those to come; a batch operation leaves the owner's as they are.
+        owner.store.shared = True
         self.store, self.borrowed = copy.copy(owner.store), committed[0]
         self.renew()
 
@@ -185,6 +186,11 @@ class LayerStorage:
             if slots > self.pool.slots:
                 total += g.fast_bytes(batch, slots) - self.tail.nbytes
         return total
+
+    @property
+    def holds(self) -> int:
+        """Blocks that hold the tokens given so far, rounded up to groups; changes with each."""
+        return self._room_after(0)[0]
 
     @property
     def wanted(self) -> int:
@@ -462,6 +468,16 @@ class LayerStorage:
         self.reopen()
         # A slot may have been given to a block that never arrived.
         self.residency.clear()
+
+    def rowwise(self) -> list[Tensor]:
+        """Every tensor that has a row per sequence: what `map_batch` replaces."""
+        return [
+            *self.store.slabs,
+            *(t for part in (self.pool, self.tail) for t in (part.k, part.v)),
+            *self.index.arrays.values(),
+            *self.residency.tables,
+            *(self.lengths, self.committed, self.committed_before),
+        ]
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that has a row per sequence by what `fn` makes of it."""

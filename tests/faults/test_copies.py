@@ -50,23 +50,25 @@ def after_decoding(backend: str = "reference", **options: Any) -> tuple[Any, Oas
     """A tiny Llama and a cache that has read a prompt and decoded past a group."""
     if backend == "triton":
         pytest.importorskip("triton")
-    model = tiny_model("llama")
+    # In Triton's interpreter a layer's step takes seconds.
+    model = tiny_model("llama", layers=1 if backend == "triton" else None)
     cache = OasisCache(model, **(SKIP | options), backend=backend)
     forward(model, prompt(130), cache)
-    logits(model, cache, 8 if backend == "triton" else 40)
+    logits(model, cache, 1 if backend == "triton" else 40)
     return model, cache
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    "how, backend", [("deepcopy", "reference"), ("copy", "reference"), ("deepcopy", "triton")]
+)
 def test_a_copy_goes_on_bit_for_bit_and_independently(how: str, backend: str) -> None:
     model, cache = after_decoding(backend)
-    copied = COPIES[how](cache)
-    untouched = COPIES[how](cache)
-    # Neither sees what the other is given.
-    other = logits(model, copied, seed=4)
-    want = logits(model, cache, seed=3)
-    assert torch.equal(logits(model, untouched, seed=3), want)
+    copied, untouched = COPIES[how](cache), COPIES[how](cache)
+    # Neither sees what another is given.
+    steps = 1 if backend == "triton" else 3
+    other = logits(model, copied, steps, seed=4)
+    want = logits(model, cache, steps)
+    assert torch.equal(logits(model, untouched, steps), want)
     assert not torch.equal(other, want)
 
 
@@ -225,10 +227,10 @@ def test_a_model_copied_with_its_cache_serves_the_copy() -> None:
 
 def test_no_copy_that_does_not_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = after_decoding()
-    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
-    with pytest.raises(HostMemoryError, match="host memory"):
-        copy.deepcopy(cache)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "available_bytes", lambda: 1000)
+        with pytest.raises(HostMemoryError, match="a copy of a cache"):
+            copy.deepcopy(cache)
     assert torch.equal(logits(model, copy.deepcopy(cache)), logits(model, cache))
 
 

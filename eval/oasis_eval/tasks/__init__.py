@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
 from ..fill import fill
 from ..prose import Prose
-from ..sample import Sample, Scene, Task
+from ..sample import Draft, Sample, Scene, Task
 from . import answering, counting, language, needles, recall, records, tracing
 
 ALL_OF, ANY_OF = "string_match_all", "string_match_part"
@@ -63,6 +64,15 @@ TASKS: dict[str, Task] = (
 """Every task."""
 
 
+def drafted(
+    name: str, context: int, number: int, seed: int, prose: Prose
+) -> tuple[Draft, Callable[[int], str]]:
+    """A sample before it is filled, and the words of prose that fill it; as in `sample`."""
+    draw = Random(f"{seed}/{name}/{context}/{number}")
+    words = prose.started(draw.random())
+    return TASKS[name].make(Scene(draw, number, context, words)), words
+
+
 def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
     """Draws one sample; the same arguments give the same one.
 
@@ -77,9 +87,7 @@ def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, pros
     Raises:
         ValueError: the task does not fit into `context`.
     """
-    draw = Random(f"{seed}/{name}/{context}/{number}")
-    words = prose.started(draw.random())
-    draft = TASKS[name].make(Scene(draw, number, context, words))
+    draft, words = drafted(name, context, number, seed, prose)
     try:
         text, tokens = fill(tokenizer, draft, context, words)
     except ValueError as error:

@@ -30,6 +30,7 @@ class HostStore:
 
     Attributes:
         slabs: tensors `[B, H, slab_blocks + 1, row]` in host memory.
+        shared: whether others hold the same slabs, which must then stay as they are.
         beside: writes that run on the side stream; whoever reads on the current stream joins first.
         table: `[MAX_SLABS]` int64 addresses of the slabs on the device, where the device can reach
             them; None elsewhere.
@@ -46,6 +47,7 @@ class HostStore:
         self.geometry, self.batch, self.dtype = geometry, batch, dtype
         self.ops = kernels("reference")
         self.slabs: list[Tensor] = []
+        self.shared = False
         self.table: Tensor | None = None
         self.beside = Beside(device)
         if backend == "triton":
@@ -240,7 +242,7 @@ class HostStore:
         self.settle()
         slabs = [fn(slab) for slab in self.slabs]
         # Others that use the old slabs keep their list and read the old table.
-        self.slabs = []
+        self.slabs, self.shared = [], False
         if self.table is not None:
             self.table = torch.zeros_like(self.table)
         self.hold(slabs)
