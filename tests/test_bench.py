@@ -107,7 +107,7 @@ def test_caps_change_nothing_else() -> None:
     found = [case.options for case in plan([(8, 32768)], ["oasis"], choices, 3)]
     assert found == [BASE, *(BASE | {"fetch_cap": cap} for cap in (0.01, None, "auto", 0.0))]
     (only,) = plan(
-        [(8, 32768)], ["oasis"], Choices((512,), ("minmax",), ("skip",), (0.2,), (0,)), 1
+        [(8, 32768)], ["oasis"], Choices((512,), ("minmax",), ("skip",), (0.2,), (False,)), 1
     )
     assert only.base and only.options["fetch_cap"] == 0.2
     with pytest.raises(ValueError, match="fetch_cap: got 7"):

@@ -42,7 +42,7 @@ def model() -> PreTrainedModel:
 
 @engines
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("seed", range(SEED, SEED + (4 if GPU else 1)))
+@pytest.mark.parametrize("seed", range(SEED, SEED + (2 if GPU else 1)))
 def test_any_order_of_uses(
     model: PreTrainedModel, engine: dict[str, Any], policy: dict[str, Any], seed: int
 ) -> None:

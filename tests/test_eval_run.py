@@ -267,7 +267,7 @@ def test_eval_and_report_from_any_folder(
     monkeypatch.setattr("oasis_eval.run.smollm2", lambda: "tiny")
     monkeypatch.setattr("oasis_eval.run.load", lambda source: pair)
     parts = (pair[0].config, pair[1])
-    monkeypatch.setattr("oasis_hf.cli.evaluate.model_parts", lambda name, work: parts)
+    monkeypatch.setattr("oasis_hf.cli.checks.model_parts", lambda *args: parts)
     words = ["--tasks", "niah_single_2", "--contexts", "700", "--samples", "1", "--cut", "4"]
     words += ["--text", config.text, "--arms", ORACLE]
     done = runner.invoke(app, ["eval", *words, "--out", "one"], catch_exceptions=False)

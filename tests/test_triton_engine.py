@@ -292,7 +292,7 @@ class Step:
         assert int((slot_of >= 0).sum()) == int(held.sum())
         slots = torch.arange(block_of.shape[2], device=DEVICE).expand_as(block_of)
         assert torch.equal(slot_of.gather(2, block_of.clamp(min=0))[held], slots[held])
-        layer.store._settle()
+        layer.store.settle()
         k, v = layer.store.gather(torch.where(held, block_of, -1))
         for pool, stored in ((layer.pool.k, k), (layer.pool.v, v)):
             assert torch.equal(pool[:, :, :-1][held], stored.to(DEVICE)[held])

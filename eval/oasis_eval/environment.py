@@ -31,19 +31,24 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """The commit of the source, marked if files differ from it; "unknown" outside a checkout."""
-    folder = Path(__file__).parent
+def commit(source: Path = Path(__file__)) -> str:
+    """The commit of the source, marked if files differ from it; "unknown" outside a checkout.
+
+    An installed copy may lie in a checkout of something else, as environments often do: only a
+    repository that tracks the file counts.
+    """
+    tracked = _git(source.parent, "ls-files", "--error-unmatch", source.name)
+    found = _git(source.parent, "describe", "--always", "--dirty", "--exclude=*")
+    return found if tracked and found else "unknown"
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What a git command prints in `folder`; nothing where it fails or there is no git."""
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
     except OSError:
-        return "unknown"
-    return found.stdout.strip() or "unknown"
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _version(package: str) -> str:

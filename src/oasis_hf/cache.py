@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from . import batch, compat, persistence, rounds
+from .adapters import adapter_state
 from .ambient import kept_steady, uncompiled, without_gradient
 from .attention import NAME
 from .changes import Change, hide, native_state
@@ -99,6 +100,8 @@ class OasisCache(compat.Cache):
         self._drafting = Drafting.OFF
         self._hint: Hint | None = None
         self.torn = False
+        # States of the model's adapters under which prompts were read.
+        self.read_with: set[tuple[Any, ...]] = set()
         self.rounds = self.drafted = self.accepted = 0
         self.hook: ForwardHook | None = None
         self.turn: Turn | None = None
@@ -280,6 +283,10 @@ class OasisCache(compat.Cache):
         """
         if self.hook is not None and forward.dense and forward.rows > 1:
             self.hook.notice(self, forward.rows)
+        if forward.dense and (model := self.model) is not None:
+            if not self.ledger.columns:
+                self.read_with.clear()
+            self.read_with.add(adapter_state(model))
         self.forward, self._hint = forward, None
         if self._drafting is Drafting.ANNOUNCED and not (self.hook and self.hook.feeds_pieces):
             self._drafting = Drafting.ON
@@ -490,7 +497,8 @@ class OasisCache(compat.Cache):
         A file that is there already stays until the new one is complete.
 
         Raises:
-            OasisUnsupportedError: a layer holds recurrent state; nothing is written.
+            OasisUnsupportedError: a layer holds recurrent state, or other adapters are in effect
+                than when prompts were read; nothing is written.
             FileNotFoundError: there is no such folder.
         """
         persistence.save(self, path)
@@ -515,10 +523,12 @@ class OasisCache(compat.Cache):
         """An independent copy, with other options if wanted: read a prompt once, try many."""
         return persistence.fork(self, **options)
 
+    @kept_steady
     def __deepcopy__(self, memo: dict[int, Any]) -> OasisCache:
         """An independent cache that goes on exactly as this one would; it serves the same model."""
         return duplicate(self, memo)
 
+    @kept_steady
     def __copy__(self) -> OasisCache:
         """The same as a deep copy: two caches that share their parts would corrupt each other."""
         return duplicate(self, {})

@@ -68,7 +68,6 @@ def smollm2(
     gguf = _find_gguf()
     home.mkdir(parents=True, exist_ok=True)
 
-    # A dependency of torch, thus always there.
     from filelock import FileLock
 
     with FileLock(home / f".{MODEL_NAME}.lock"):

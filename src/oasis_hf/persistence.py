@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from . import compat
 from .copying import twin
-from .fingerprint import Fingerprint, fingerprint
+from .fingerprint import Fingerprint, adapter_state, fingerprint
 from .handle import OasisUnsupportedError
 from .identity import describe, difference
 from .index import INDEXES
@@ -22,6 +22,7 @@ from .ledger import Record
 from .native import DenseLayer
 from .placement import layer_devices
 from .savefile import DENSE, NATIVE, OFFLOADED, Saved, SavedCacheError, SavedFile, write
+from .wrappers import served_model
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 def save(cache: OasisCache, path: str | Path) -> None:
     """Write the cache to one safetensors file; see `OasisCache.save`."""
     cache.settle()
+    model = cache.model
+    if model is not None and cache.ledger.columns and cache.read_with - {adapter_state(model)}:
+        raise OasisUnsupportedError(
+            "save: got tokens that were read with other adapters in effect than the model has now "
+            "(another one, or one that is disabled, scaled or merged); choose those again before "
+            "saving, or read the prompt again"
+        )
     tensors: dict[str, Tensor] = {}
     kinds: dict[int, str] = {}
     columns = cache.ledger.columns
@@ -57,7 +65,6 @@ def save(cache: OasisCache, path: str | Path) -> None:
     for name, told in (("real", cache.ledger.real()), ("ids", cache.ledger.ids())):
         if columns and told is not None:
             tensors[name] = told.cpu().contiguous()
-    model = cache.model
     saved = Saved(
         model=describe(cache.model_config),
         fingerprint="" if model is None else fingerprint(model).as_json(),
@@ -76,6 +83,8 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
         SavedCacheError: another format or another model, naming what differs, or a damaged file.
     """
     file = SavedFile(path)
+    if isinstance(model, torch.nn.Module):
+        model = served_model(model)
     config = getattr(model, "config", model)
     found = difference(file.head.model, describe(config))
     if found is not None:
@@ -186,6 +195,8 @@ def _restore(cache: OasisCache, saved: Saved) -> None:
     device = places[min(saved.layers)] if saved.layers else places[0]
     real, ids = (None if x is None else x.to(device, copy=True) for x in told)
     cache.ledger.restore(Record(saved.columns, real, ids))
+    if model is not None:
+        cache.read_with.add(adapter_state(model))
 
 
 @torch.no_grad()
@@ -199,6 +210,7 @@ def fork(cache: OasisCache, **options: Any) -> OasisCache:
     model = cache.model if cache.model is not None else cache.model_config
     other = type(cache)(model, **(chosen | options))
     other.ledger.copy_from(cache.ledger)
+    other.read_with |= cache.read_with
     for number, (old, new) in enumerate(zip(cache.layers, other.layers, strict=True)):
         same = isinstance(new, OasisLayer) == isinstance(old, OasisLayer)
         if not same:

@@ -127,7 +127,9 @@ class Generate:
 
     def _remove_if_idle(self) -> None:
         model = self._model()
-        if model is None or len(self._caches) or vars(model).get("generate") is not self:
+        # A weak set still counts what is about to leave it.
+        served = any(True for _ in self._caches)
+        if model is None or served or vars(model).get("generate") is not self:
             return
         if self._was_instance:
             model.generate = self._original

@@ -90,7 +90,9 @@ def _sentinels(modules: list[nn.Module]) -> list[nn.Module]:
 def _part(module: nn.Module, outermost: bool) -> Part:
     """What code and graph take from one module."""
     own = vars(module)
-    settings = tuple((name, _plain(x)) for name, x in own.items() if _is_plain(x))
+    settings = tuple(
+        (name, _plain(x)) for name, x in own.items() if "_hooks" not in name and _is_plain(x)
+    )
     tensors = tuple(
         (name, _address(x)) for kind in INSIDE for name, x in own[kind].items() if x is not None
     )

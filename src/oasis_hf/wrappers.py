@@ -65,3 +65,8 @@ def is_compiled(forward: Any) -> bool:
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(
         forward, "_torchdynamo_disable"
     )
+
+
+def adds_tokens(module: Any) -> bool:
+    """Whether the active adapter of a module feeds the model tokens of its own (prompt tuning)."""
+    return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))

@@ -394,6 +394,38 @@ def test_an_adapters_weights_count(lora: Any, tmp_path: Path) -> None:
     refused(path, inner, "other weights")
 
 
+def test_a_prompt_that_was_read_with_other_adapters_is_not_saved_as_these(
+    lora: Any, tmp_path: Path
+) -> None:
+    """Nor what was copied of it."""
+    model = lora.get_base_model()
+    cache = OasisCache(model, **FULL)
+    forward(model, prompt(60), cache)
+    lora.set_adapter("second")
+    for one in (cache, copy.deepcopy(cache), cache.fork()):
+        with pytest.raises(OasisUnsupportedError, match="save: got tokens that were read with"):
+            one.save(tmp_path / "cache")
+        assert not (tmp_path / "cache").exists()
+    lora.set_adapter("first")
+    cache.save(tmp_path / "cache")
+    loaded = OasisCache.load(tmp_path / "cache", model)
+    lora.set_adapter("second")
+    with pytest.raises(OasisUnsupportedError, match="save: got tokens that were read with"):
+        loaded.save(tmp_path / "cache")
+    loaded.reset()
+    forward(model, prompt(60), loaded)
+    loaded.save(tmp_path / "cache")
+
+
+def test_a_wrapper_and_the_model_in_it_are_one(lora: Any, tmp_path: Path) -> None:
+    inner = lora.get_base_model()
+    cache = OasisCache(lora, **FULL)
+    forward(inner, prompt(60), cache)
+    cache.save(tmp_path / "cache")
+    for model in (inner, lora, torch.compile(inner)):
+        assert OasisCache.load(tmp_path / "cache", model).get_seq_length() == 60
+
+
 def test_the_adapters_of_transformers_own_integration(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     path, model = save(tiny_model("llama"), tmp_path), sibling("llama")

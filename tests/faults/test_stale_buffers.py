@@ -72,11 +72,12 @@ def test_a_change_of_batch_leaves_no_buffer_of_the_old_one(name: str, index: str
 )
 def test_a_stale_buffer_is_refused_before_a_launch(argument: str, wrong: Any) -> None:
     """Whoever forgets to renew a buffer gets an error that names it."""
-    on = spoken()
-    engine = on.driver.layer.engine
-    setattr(engine, argument, wrong(getattr(engine, argument)))
-    with memcheck(), pytest.raises(ValueError, match="nothing was launched"):
-        on.decode(1, "none", 5)
+    with memcheck():
+        on = spoken()
+        engine = on.driver.layer.engine
+        setattr(engine, argument, wrong(getattr(engine, argument)))
+        with pytest.raises(ValueError, match="nothing was launched"):
+            on.decode(1, "none", 5)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,42 @@ def model_source(option: str, name: str | None) -> str | Path | None:
     return name
 
 
+def found_model(
+    option: str, name: str | None, tell: Callable[[str], None], cache_dir: Path | None = None
+) -> str | Path:
+    """A folder or a Hub id; the packaged model, converted when it is first asked for, if unnamed.
+
+    Args:
+        option: its name, for the error.
+        name: its value.
+        tell: is told of each stage of the conversion.
+        cache_dir: where converted models are; the usual place by default.
+
+    Raises:
+        Mistake: there is no model of that name.
+        Failure: what the packaged model needs is not installed, or the Hub cannot be reached.
+    """
+    from .. import packaged
+
+    source = model_source(option, name)
+    if source is not None:
+        return source
+
+    def stage(done: int, total: int, what: str) -> None:
+        tell(f"SmolLM2, first time only: {what} ({min(done + 1, total)} of {total})")
+
+    try:
+        return packaged.smollm2(cache_dir, progress=stage)
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        raise Failure(str(error)) from error
+
+
+def model_parts(option: str, name: str | None, tell: Callable[[str], None]) -> tuple[Any, Any]:
+    """The config and the tokenizer of a model, the packaged one if it has no name; no weights."""
+    source = found_model(option, name, tell)
+    return model_config(option, source), tokenizer(option, source)
+
+
 def model_config(option: str, source: str | Path) -> Any:
     """The config of a model that an `OasisCache` serves, with attention "oasis"; no weights.
 

@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from .. import OasisCache, OasisConfig, OasisConfigError, needle, packaged
 from ..compat import cache_kwarg
-from .checks import fits, input_text, model_config, model_source, positions, tokenizer
-from .errors import Failure, Mistake, option_of
+from .checks import fits, found_model, input_text, model_config, positions, tokenizer
+from .errors import Mistake, option_of
 from .report import Answer, print_question, print_report
 from .terminal import Work, console, working
 
@@ -89,7 +89,7 @@ def run(options: DemoOptions, shown: Console | None = None) -> dict[str, Answer]
     logging.disable_progress_bar()
     choices, text = _checked(options)
     with working("looking for the model") as work:
-        source = _source(options, work)
+        source = found_model("--model", options.model, work.stage, options.cache_dir)
         task = _task(options, text, source)
         work.stage("loading the model")
         model, words = packaged.load(source)
@@ -159,22 +159,6 @@ def _check_room(options: DemoOptions, tokens: int, most: int | None) -> None:
         f"use --context {(most or 0) - options.max_new_tokens} or less, or a smaller "
         "--max-new-tokens",
     )
-
-
-def _source(options: DemoOptions, work: Work) -> str | Path:
-    """The model's folder or id; the packaged one is converted when it is first asked for."""
-    source = model_source("--model", options.model)
-    if source is not None:
-        return source
-
-    def stage(done: int, total: int, what: str) -> None:
-        work.stage(f"SmolLM2, first time only: {what}", total)
-        work.move(done)
-
-    try:
-        return packaged.smollm2(options.cache_dir, progress=stage)
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise Failure(str(error)) from error
 
 
 def _task(options: DemoOptions, text: str | None, source: str | Path) -> Task:

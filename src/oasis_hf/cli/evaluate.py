@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .checks import model_config, model_source, output_file, output_folder, tokenizer
+from . import checks
+from .checks import output_file, output_folder
 from .errors import Failure, Mistake, option_of
 from .page import fitted
 from .terminal import Work, console, working
@@ -109,19 +110,6 @@ def evaluate(
     typer.echo(f"written to {folder}")
 
 
-def model_parts(name: str, work: Work) -> tuple[Any, Any]:
-    """The config and the tokenizer of a model, the packaged one if it has no name."""
-    from ..packaged import smollm2
-
-    source = model_source("--model", name)
-    if source is None:
-        try:
-            source = smollm2(progress=lambda n, of, what: work.stage(f"SmolLM2, once: {what}"))
-        except (ModuleNotFoundError, OSError, ValueError) as error:
-            raise Failure(str(error)) from error
-    return model_config("--model", source), tokenizer("--model", source)
-
-
 def _check(chosen: Any, work: Work) -> None:
     """All that would stop a run later: the text, the model, its arms, and tasks that do not fit."""
     from oasis_eval.checks import check_arms, check_tasks
@@ -133,7 +121,7 @@ def _check(chosen: Any, work: Work) -> None:
     except (OSError, ValueError) as error:
         raise Mistake(f"--text: got {chosen.text!r}: {error}") from error
     work.stage("looking for the model")
-    config, words = model_parts(chosen.model, work)
+    config, words = checks.model_parts("--model", chosen.model, work.stage)
     check_length(config, chosen)
     check_arms(config, chosen)
     work.stage("checking that the tasks fit")

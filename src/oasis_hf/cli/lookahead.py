@@ -14,8 +14,8 @@ from ..geometry import round_up
 from .checks import (
     each,
     fits,
+    found_model,
     model_config,
-    model_source,
     numbers,
     output_file,
     output_folder,
@@ -23,7 +23,7 @@ from .checks import (
     tokenizer,
     words,
 )
-from .errors import Failure, Mistake, mistake, option_of
+from .errors import Mistake, mistake, option_of
 from .replays import added, environment, show
 from .terminal import Work, console, working
 
@@ -109,7 +109,7 @@ def lookahead(
     rows: list[dict[str, Any]] = []
     about: list[dict[str, Any]] = []
     with working("looking for the model") as work:
-        source = _source(model, work)
+        source = found_model("--model", model, work.stage)
         depth = _layers(source, context + tokens + drafts, exit_layers)
         setups = [
             Setup(
@@ -183,19 +183,6 @@ def _earlier(out: Path | None, add: bool) -> dict[str, Any] | None:
             "--out", out, "a report of this command to --add to; leave --add out to replace it"
         ) from error
     return report
-
-
-def _source(model: str, work: Work) -> str | Path:
-    """The model's folder or id; the packaged one is converted when it is first asked for."""
-    from ..packaged import smollm2
-
-    source = model_source("--model", model)
-    if source is not None:
-        return source
-    try:
-        return smollm2(progress=lambda done, total, what: work.stage(f"SmolLM2, once: {what}"))
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise Failure(str(error)) from error
 
 
 def _layers(source: str | Path, needed: int, exit_layers: int | None) -> int:

@@ -11,6 +11,7 @@ from .. import compat, rounds
 from ..cache import OasisCache
 from ..handle import OasisUnsupportedError
 from ..speculation import Speculation
+from ..wrappers import adds_tokens
 
 
 def check_model(model: Any, draft: Any, config: Any, kwargs: dict[str, Any]) -> None:
@@ -26,6 +27,11 @@ def check_model(model: Any, draft: Any, config: Any, kwargs: dict[str, Any]) -> 
                 f"{name}: got True, expected False; a round has rows that are rejected, use "
                 "model.generate without custom_generate"
             )
+    if adds_tokens(getattr(model.prepare_inputs_for_generation, "__self__", None)):
+        raise OasisUnsupportedError(
+            "model: its active adapter puts tokens of its own before the prompt, which this loop "
+            "does not feed; use model.generate without custom_generate"
+        )
     known = {*compat.CACHE_KWARGS, "attention_mask", "position_ids", "logits_to_keep", "use_cache"}
     strange = sorted(k for k, value in kwargs.items() if value is not None and k not in known)
     if strange or model.config.is_encoder_decoder:

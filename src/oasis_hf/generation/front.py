@@ -18,6 +18,7 @@ from ..attention import NAME
 from ..cache import OasisCache
 from ..speculation import Speculation, SpeculationReport
 from ..turns import turn
+from ..wrappers import served_model
 from .checks import check_batch, check_caches, check_model
 from .decoder import Decoder
 from .drafting import Drafter, ModelDrafter, PromptLookup
@@ -102,6 +103,9 @@ def generate(
             "only assistant_model"
         )
     draft = assistant_model if draft is None else draft
+    if isinstance(draft, torch.nn.Module):
+        # Of a wrapper it does not show what its forward takes.
+        draft = served_model(draft)
     inputs = input_ids if inputs is None else inputs
     bound = {"draft": draft, "draft_cache": draft_cache, "speculation": speculation}
     if compat.is_prepared(generation_config):
@@ -120,9 +124,11 @@ def generate(
             **kwargs,
         )
     stopping_criteria = _with_stop_strings(stopping_criteria, kwargs)
-    # A model whose own `generate` was replaced by this one must not come back here.
-    return type(model).generate(
-        model,
+    # A model whose own `generate` was replaced by this one must not come back here. Some wrappers
+    # have none of their own.
+    owner: Any = model if hasattr(type(model), "generate") else served_model(model)
+    return type(owner).generate(
+        owner,
         inputs,
         generation_config=generation_config,
         logits_processor=logits_processor,
