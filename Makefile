@@ -76,7 +76,7 @@ dist: $(VENV)/.dev
 	$(BIN)/python -m build --outdir dist
 
 needles: $(VENV)/.demo
-	$(BIN)/python eval/needles.py
+	$(BIN)/oasis-hf study needles
 
 gpu: gpu-test gpu-bench
 

@@ -99,3 +99,17 @@ def test_blocks_of_another_size_cannot_be_borrowed() -> None:
     forward(model, prompt(200, 2), base)
     with pytest.raises(ValueError, match="in blocks of 16, expected one length and blocks of 4"):
         borrow(base, budget=32)
+
+
+@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
+def test_a_borrower_that_began_in_inference_mode_goes_on_outside_of_it(index: str) -> None:
+    """Tables that are made with a layer's contents are written to by later calls, however made."""
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        base = OasisCache(model, index="streaming", on_miss="skip")
+        forward(model, prompt(200, 2), base)
+        borrower = borrow(base, budget=64, index=index, block_size=16)
+    with torch.no_grad():
+        for token in prompt(STEPS, 2, seed=9).split(1, 1):
+            forward(model, token, borrower)
+    assert borrower.get_seq_length() == 200 + STEPS

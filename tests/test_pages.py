@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import typer
 from typer.models import OptionInfo
 
 import oasis_hf
@@ -84,13 +85,11 @@ def test_the_readme_is_short() -> None:
 # ---- commands and files --------------------------------------------------------------------------
 
 
-def commands(page: Path) -> Iterator[str]:
+def commands(text: str) -> Iterator[str]:
     """Command lines in code: whole lines of shell blocks, and what single backticks hold."""
-    text = read(page)
     for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield from (
-            line.split("  #")[0].strip() for line in block.replace("\\\n", " ").splitlines()
-        )
+        lines = block.replace("\\\n", " ").splitlines()
+        yield from (line.split("  #")[0].strip() for line in lines)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text))
 
@@ -98,19 +97,30 @@ def commands(page: Path) -> Iterator[str]:
 OURS = dict.fromkeys(
     part.strip()
     for page in PAGES
-    for line in commands(page)
+    for line in commands(read(page))
     for part in line.split(";")
     if part.strip().startswith("oasis-hf ")
 )
 
 
+def functions(of: typer.Typer) -> dict[str, Any]:
+    """What runs for each command, by the words that name it."""
+    own = [(one.name, one.callback) for one in of.registered_commands]
+    found = {name or callback.__name__: callback for name, callback in own if callback}
+    for group in of.registered_groups:
+        assert group.typer_instance is not None
+        found |= {f"{group.name} {k}": v for k, v in functions(group.typer_instance).items()}
+    return found
+
+
+COMMANDS = functions(app)
+
+
 def options_of(name: str) -> set[str]:
     """The options of a command of ours, as they are typed."""
-    functions = {one.name or one.callback.__name__: one.callback for one in app.registered_commands}
-    assert name in functions, f"there is no oasis-hf {name}"
     found = set()
-    hints = get_type_hints(functions[name], include_extras=True)
-    for parameter in inspect.signature(functions[name]).parameters.values():
+    hints = get_type_hints(COMMANDS[name], include_extras=True)
+    for parameter in inspect.signature(COMMANDS[name]).parameters.values():
         # typer has an option's names in its annotation or with its default.
         infos = [*get_args(hints[parameter.name])[1:], parameter.default]
         infos = [info for info in infos if isinstance(info, OptionInfo)]
@@ -123,17 +133,25 @@ def options_of(name: str) -> set[str]:
 
 @pytest.mark.parametrize("line", OURS)
 def test_our_commands_have_the_options_that_pages_give_them(line: str) -> None:
-    name, *words = shlex.split(line)[1:]
+    words = shlex.split(line)[1:]
+    names = [" ".join(words[:count]) for count in (1, 2)]
+    name = next((name for name in names if name in COMMANDS), "")
+    assert name or words[0] in {name.split()[0] for name in COMMANDS}, line
+    if not name:
+        # A group of commands, such as `oasis-hf study`, named as a whole.
+        assert len(words) == 1, line
+        return
     given = {word for word in words if word.startswith("--")} - {"--help"}
     assert given <= options_of(name), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_files_in_commands_exist(page: Path) -> None:
-    for line in commands(page):
-        for name in re.findall(
-            r"(?<![\w/])(?:eval|examples|docs/tools|src|tests)/[\w./-]+\.\w+", line
-        ):
+    # Notes under generated tables may name files of the time when the result was made.
+    text = re.sub(r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->", "", read(page), flags=re.DOTALL)
+    files = re.compile(r"(?<![\w/])(?:eval|examples|docs/tools|src|tests)/[\w./-]+\.\w+")
+    for line in commands(text):
+        for name in files.findall(line):
             if not name.startswith("eval/results/"):
                 assert (ROOT / name).exists(), f"{line}: {name}"
         if target := re.fullmatch(r"make ([\w-]+)(?: .*)?", line):
@@ -146,12 +164,7 @@ def test_files_in_commands_exist(page: Path) -> None:
 def test_every_option_is_in_the_table_of_what_changes_answers() -> None:
     page = read(DOCS / "guides" / "budget-and-policy.md")
     table = page.split("\n## Which options change answers\n")[1].split("\n## ")[0]
-    named = set(
-        re.findall(
-            r"`(\w+)`",
-            "\n".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `")),
-        )
-    )
+    named = {name for row in rows(table) for name in re.findall(r"`(\w+)`", row["option"])}
     assert named == set(oasis_hf.OasisConfig.fields())
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .material.texts import source_name
 
 PACKAGES = ("oasis-hf", "torch", "transformers", "datasets", "evaluate", "numpy")
 
@@ -29,6 +34,22 @@ def describe(model: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def command(valued: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
+    """The command that runs, without what is particular to this machine.
+
+    Args:
+        valued: options that are left out together with their values.
+        flags: options without a value that are left out.
+    """
+    words, given = [], iter(sys.argv[1:])
+    for word in given:
+        if word in valued:
+            next(given, None)
+        elif word not in flags and not word.startswith(tuple(f"{name}=" for name in valued)):
+            words.append(source_name(word) if Path(word).is_absolute() else word)
+    return shlex.join(["oasis-hf", *words])
 
 
 def commit(source: Path = Path(__file__)) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import batch
+from .ambient import kept_steady
 from .compat import CacheLayerMixin, columns_to_crop
 from .config import OasisConfig
 from .contents import ByColumn
@@ -60,6 +61,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self.build(key_states, value_states)
         self.is_initialized = True
 
+    @kept_steady
     def adopt(
         self,
         key: Tensor,

@@ -450,7 +450,7 @@ def test_a_text_that_is_too_short_for_needles_is_not_silently_shorter(
 
 @pytest.mark.timeout(60)
 def test_words_that_do_not_exist_are_not_searched_for() -> None:
-    words = pytest.importorskip("oasis_eval.words")
+    words = pytest.importorskip("oasis_eval.material.words")
     with pytest.raises(ValueError, match="made_up: got 30"):
         words.made_up(random.Random(0), 30, 1)
     assert len(words.made_up(random.Random(0), 13, 1)) == 13

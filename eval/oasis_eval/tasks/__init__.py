@@ -7,10 +7,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ..fill import fill
-from ..prose import Prose
-from ..sample import Draft, Sample, Scene, Task
+from ..material.prose import Prose
 from . import answering, counting, language, needles, recall, records, tracing
+from .fill import fill
+from .parts import Draft, Sample, Scene, Task
 
 ALL_OF, ANY_OF = "string_match_all", "string_match_part"
 
@@ -41,7 +41,7 @@ RECALL: dict[str, Task] = {
         partial(recall.recall, many=True), ALL_OF, "one of as many facts as there are keys"
     ),
 }
-"""In the words of the small retrieval model, which `eval/train_retrieval.py` trains."""
+"""In the words of the small retrieval model, which `oasis-hf study retrieval-model` trains."""
 
 LANGUAGE: dict[str, Task] = RULER | {
     "needles_11": Task(

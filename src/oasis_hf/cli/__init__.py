@@ -13,6 +13,8 @@ from .errors import Commands
 from .evaluate import evaluate, report
 from .lookahead import lookahead
 from .models import models
+from .results import plots, tables
+from .study import study
 
 app = typer.Typer(
     name="oasis-hf",
@@ -101,6 +103,9 @@ app.command(short_help="Ask one question, with a dense KV cache and with Oasis."
 app.command(short_help="Try every model class of Transformers, tiny and random.")(models)
 app.command(name="eval", short_help="Let several caches answer the same prompts.")(evaluate)
 app.command(short_help="Compare two runs of eval, or report on one anew.")(report)
+app.add_typer(study, name="study", short_help="Smaller studies, such as needles over budgets.")
+app.command(short_help="Print, write or check the tables of the pages.")(tables)
+app.command(short_help="Draw all plots of the results anew.")(plots)
 app.command(short_help="Time decode steps beside measured ceilings; needs a GPU.")(bench)
 app.command(short_help="Replay which blocks would have been resident in time.")(lookahead)
 app.command(short_help="Print the versions that a bug report needs.")(version)

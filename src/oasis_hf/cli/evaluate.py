@@ -16,6 +16,7 @@ from .terminal import Work, console, working
 FLAGS = {"answer_tokens": "--cut"}
 """Options that have another name than what they set."""
 NEEDED = "pip install 'oasis-hf[eval]'"
+PACKAGES = ("datasets", "evaluate")
 
 
 def evaluate(
@@ -65,12 +66,12 @@ def evaluate(
     kept at once: the same command completes what was interrupted.
     """
     with working("loading the evaluation") as work:
-        _require()
+        require(*PACKAGES)
         import torch
 
         from oasis_eval.config import ConfigError, resolve
-        from oasis_eval.report import write_report
-        from oasis_eval.run import check_folder, run
+        from oasis_eval.reports.page import write_report
+        from oasis_eval.runs.run import check_folder, run
 
         flags: dict[str, Any] = {
             "model": model,
@@ -112,20 +113,26 @@ def evaluate(
 
 def _check(chosen: Any, work: Work) -> None:
     """All that would stop a run later: the text, the model, its arms, and tasks that do not fit."""
-    from oasis_eval.checks import check_arms, check_tasks
-    from oasis_eval.run import check_length
-    from oasis_eval.texts import available, read_text
+    from oasis_eval.runs.checks import check_arms, check_tasks
+    from oasis_eval.runs.run import check_length
 
-    try:
-        text = read_text(chosen.text or available())
-    except (OSError, ValueError) as error:
-        raise Mistake(f"--text: got {chosen.text!r}: {error}") from error
+    text = real_text(chosen.text)
     work.stage("looking for the model")
     config, words = checks.model_parts("--model", chosen.model, work.stage)
     check_length(config, chosen)
     check_arms(config, chosen)
     work.stage("checking that the tasks fit")
     check_tasks(words, chosen, text)
+
+
+def real_text(source: str) -> str:
+    """What `--text` names, or the best text that there is."""
+    from oasis_eval.material.texts import available, read_text
+
+    try:
+        return read_text(source or available())
+    except (OSError, ValueError) as error:
+        raise Mistake(f"--text: got {source!r}: {error}") from error
 
 
 def show_page(page: str) -> None:
@@ -140,10 +147,10 @@ def report(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where the comparison goes, too.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Only write the run's prompts there, for eval/peers.py.")
+        Path | None, typer.Option(help="Only write the run's prompts there, for oasis_eval.peers.")
     ] = None,
     peers: Annotated[
-        Path | None, typer.Option(help="Add the answers in this folder, which eval/peers.py wrote.")
+        Path | None, typer.Option(help="Add the answers that oasis_eval.peers wrote there.")
     ] = None,
 ) -> None:
     """Compare two runs of `oasis-hf eval`, or write one run's report anew."""
@@ -158,10 +165,11 @@ def report(
     output_file("--out", out)
     output_file("--prompts", prompts)
     with working("loading the evaluation") as work:
-        _require()
-        from oasis_eval.compare import compare
-        from oasis_eval.peers import merge, write_prompts
-        from oasis_eval.report import load_run, write_report
+        require(*PACKAGES)
+        from oasis_eval.peers.answers import merge, write_prompts
+        from oasis_eval.records import load_run
+        from oasis_eval.reports.compare import compare
+        from oasis_eval.reports.page import write_report
 
         try:
             for folder in (first, *([second] if second else [])):
@@ -186,11 +194,11 @@ def report(
     show_page(text)
 
 
-def _require() -> None:
+def require(*packages: str) -> None:
     """End with the command that installs what is missing."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("oasis_eval", "datasets", "evaluate") if find_spec(name) is None]
+    missing = [name for name in ("oasis_eval", *packages) if find_spec(name) is None]
     if missing:
         raise Failure(f"needs {', '.join(missing)}; run: {NEEDED}")
 
