@@ -22,7 +22,10 @@ from oasis_hf.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "eval/README.md")),
+    *DOCS.rglob("*.md"),
+]
 RESULTS = ROOT / "eval" / "results"
 PICTURES = DOCS / "tools" / "pictures.py"
 

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "DESIGN.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "eval/README.md": "results/commands.md",
 }
 """Pages outside of `docs/`, and where the site has them."""
 RESULTS = "eval/results"
