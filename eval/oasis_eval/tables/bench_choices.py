@@ -48,9 +48,9 @@ def bench_caps(results: dict[str, Any]) -> str:
     ]
     note = (
         "Blocks: fetched after a step's attention at most, per head. Hits: wanted blocks that are "
-        "resident when a step begins. Link ms: these bytes at the rate of a pinned copy. Exposed: the step "
-        "beyond that of cap 0, which fetches nothing. Overlap: the step over the longer of that "
-        f"one and its link ms. {_bench_machine(results)}"
+        "resident when a step begins. Link ms: these bytes at the rate of a pinned copy. Exposed: "
+        "the step beyond that of cap 0, which fetches nothing. Overlap: the step over the longer "
+        f"of that one and its link ms. {_bench_machine(results)}"
     )
     return "\n\n".join([table([*header, "overlap"], lines, 2), note])
 
