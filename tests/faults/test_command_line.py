@@ -35,10 +35,20 @@ from oasis_hf_launch import Pulse, wait_quietly
 
 NARROW = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
 ROOT = typer.main.get_command(app)
-COMMANDS = sorted(ROOT.commands)
 LAYERS, POSITIONS = 3, 4096
 BRACKETS = "[/x] [red] [a/b] :smile:"
 """What rich takes for markup: a closing tag of nothing, a colour, a style; and an emoji."""
+
+
+def every(command: Any = ROOT, name: str = "") -> dict[str, Any]:
+    """All commands by their names, those of groups and the groups too."""
+    found = {name: command}
+    for part, below in getattr(command, "commands", {}).items():
+        found |= every(below, f"{name} {part}".strip())
+    return found
+
+
+COMMANDS = every()
 
 
 @pytest.fixture
@@ -54,21 +64,21 @@ def flat(text: str) -> str:
 # ---- help --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_eighty_columns_and_names_every_option(runner: CliRunner, command: str) -> None:
     found = runner.invoke(app, [*command.split(), "--help"])
     assert found.exit_code == 0, found.exception
     assert max(map(len, found.output.splitlines())) <= 80
-    for option in (ROOT.commands[command] if command else ROOT).params:
+    for option in COMMANDS[command].params:
         assert option.opts[0] in found.output
         assert flat(getattr(option, "help", None) or "") in flat(found.output)
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_brackets_in_help_are_text(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = ROOT.commands[command] if command else ROOT
+    target = COMMANDS[command]
     for part in (target, *(x for x in target.params if hasattr(x, "help"))):
         monkeypatch.setattr(part, "help", BRACKETS)
     for name, value in NARROW.items():
@@ -244,7 +254,41 @@ def test_a_wrong_option_is_named_before_anything_is_read(
     explained(found, ALONE[words].format(file=file))
 
 
+STUDIES = {
+    "study needles --dtype int8": "study needles: --dtype: got 'int8', expected float32",
+    "study needles --policies guess": "on_miss: got 'guess'",
+    "study needles --indexes none": "got index 'none'",
+    "study needles --options block_size=3": "block_size: got 3",
+    "study needles --budgets x": "--budgets: got 'x'",
+    "study needles --contexts 100": "--contexts: got '100'",
+    "study needles --text none.txt": "--text: got 'none.txt'",
+    "study needles --model ./none": "--model: got './none'",
+    "study attention --indexes none": "--indexes: got 'none'",
+    "study attention --context 300 --steps 400": "--steps: got 400, expected fewer than",
+    "study draft-budget --length 99": "--length",
+    "study draft-budget --budgets 0": "--budgets: got '0'",
+    "study retrieval-model --device nowhere": "--device: got 'nowhere', expected a device",
+    "study retrieval-model --lengths 3": "--lengths: got '3'",
+    "study fly": "fly",
+    "tables none": "names: got 'none', expected some of",
+    "tables --write --check": "--check: got it together with --write",
+    "plots --kind gif": "--kind: got 'gif', expected svg or png",
+}
+
+
+@pytest.mark.parametrize("words", STUDIES)
+def test_a_wrong_option_of_a_study_is_named_before_any_work(
+    runner: CliRunner, idle: None, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("oasis_eval")
+    monkeypatch.chdir(tmp_path)
+    explained(runner.invoke(app, shlex.split(words)), STUDIES[words])
+    assert not list(tmp_path.iterdir())
+
+
 OF_THE_MODEL = {
+    "study needles --contexts 130": "--contexts: got 130: context_tokens: got",
+    "study attention --context 5000": "--context: got 5,000 tokens in all",
     "demo --context 5000": "--context and --max-new-tokens: got 5,024 tokens in all, expected at",
     "demo --context 130": "--context: got 130, expected room for text beside the question",
     "demo --document {file} --question Why? --context 2000": "--context: got",
@@ -264,11 +308,15 @@ OF_THE_MODEL = {
 def test_what_does_not_fit_the_model_is_named_before_its_weights_are_loaded(
     runner: CliRunner, idle: None, folder: Path, words: str, tmp_path: Path
 ) -> None:
-    if words.startswith("eval"):
+    if words.startswith(("eval", "study")):
         pytest.importorskip("datasets")
     file = tmp_path / "notes.txt"
     file.write_text("Some words about nothing. " * 20)
-    more = {"eval": f"--text {file} --samples 1", "lookahead": f"--recordings {tmp_path}"}
+    more = {
+        "eval": f"--text {file} --samples 1",
+        "lookahead": f"--recordings {tmp_path}",
+        "study": f"--out {tmp_path / 'out.json'}",
+    }
     command = f"{words} --model {folder} {more.get(words.split()[0], '')}".format(file=file)
     explained(runner.invoke(app, shlex.split(command)), OF_THE_MODEL[words])
 
@@ -325,7 +373,7 @@ def test_a_folder_of_results_that_are_none_is_named(runner: CliRunner, tmp_path:
         ("{", "", "config.json is no JSON"),
         ("[]", "", "config.json holds no object"),
         ("{}", "", "holds no results yet"),
-        ("{}", "{\n", "samples.jsonl, line 1: is no JSON"),
+        ("{}", "{\n", "samples.jsonl, line 1 is no JSON"),
         ("{}", '{"arm": "dense"}\n', "expected results of"),
     ):
         (tmp_path / "config.json").write_text(about)

@@ -204,6 +204,18 @@ def tokenizer(option: str, source: str | Path) -> Any:
     return found
 
 
+def device(option: str, name: str) -> None:
+    """That torch has a device of this name, by making something there."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except Exception as error:
+        raise mistake(
+            option, name, f"a device of this machine, such as cpu or cuda ({_brief(error)})"
+        ) from error
+
+
 def positions(config: Any) -> int | None:
     """Positions that a model has, or None where its config does not say."""
     text = config.get_text_config(decoder=True)

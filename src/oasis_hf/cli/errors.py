@@ -67,9 +67,17 @@ class Commands(TyperGroup):
                 said += "; use a shorter context or a smaller batch"
             else:
                 raise
-            name = " ".join(["oasis-hf", *filter(None, [ctx.invoked_subcommand])])
-            typer.secho(f"{name}: {' '.join(said.split())}", fg="red", err=True)
+            typer.secho(f"{_called(ctx)}: {' '.join(said.split())}", fg="red", err=True)
             raise typer.Exit(code) from error
+
+
+def _called(ctx: Any) -> str:
+    """The command as users type it, that of a group of commands too."""
+    names = [ctx.invoked_subcommand] if ctx.invoked_subcommand else []
+    while ctx.parent is not None:
+        names.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    return " ".join(["oasis-hf", *names])
 
 
 def _first_line(error: Exception) -> str:

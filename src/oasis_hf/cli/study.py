@@ -11,8 +11,9 @@ import typer
 
 from . import checks
 from .checks import fits, numbers, output_file, output_folder, positions, words
-from .errors import Failure, Mistake
+from .errors import Commands, Failure, Mistake, option_of
 from .evaluate import real_text, require
+from .lookahead import MOST_DRAFTS
 from .terminal import Work, working
 
 RESULTS = Path("eval/results")
@@ -26,6 +27,7 @@ Indexes = Annotated[str, typer.Option(help="Names, or module:Class of your own."
 Model = Annotated[str, typer.Option(help="A Hub id or a folder; the packaged SmolLM2 by default.")]
 
 study = typer.Typer(
+    cls=Commands,
     help="Smaller studies: needles over budgets, attention held, drafts, the retrieval model.",
     no_args_is_help=True,
 )
@@ -83,6 +85,7 @@ def needles(
     lengths, sizes = numbers("--contexts", contexts, SHORTEST), numbers("--budgets", budgets, 1)
     names = words("--indexes", indexes), words("--policies", policies)
     with _studying(file, threads) as work:
+        from oasis_eval.needles.haystack import Haystack
         from oasis_eval.needles.run import Settings, run
 
         settings = Settings(
@@ -103,10 +106,16 @@ def needles(
         try:
             settings.check()
         except ValueError as error:
-            raise Mistake(str(error)) from error
-        real_text(text)
-        config, _ = checks.model_parts("--model", model, work.stage)
+            named = {name: f"--{name}" for name in ("dtype", "policies")}
+            raise option_of(error, named) from error
+        prose = real_text(text)
+        config, tokens = checks.model_parts("--model", model, work.stage)
         fits(positions(config), "--contexts", max(lengths), "use shorter contexts")
+        for length in lengths:
+            try:
+                Haystack(tokens, prose, length, seed, lead_in).batch(0, min(rows, needles))
+            except ValueError as error:
+                raise Mistake(f"--contexts: got {length}: {error}") from error
         work.stage("loading the model")
         run(settings, file, resume, work.line)
 
@@ -127,17 +136,18 @@ def attention(
     """
     sizes, names = numbers("--budgets", budgets, 1), words("--indexes", indexes)
     with _studying(out, threads) as work:
-        from oasis_eval.studies.attention_held import choices, run
+        from oasis_eval.studies.attention_held import choices, code, run
 
         try:
             for choice in choices(sizes, names):
                 _ = choice.config
         except (TypeError, ValueError) as error:
-            raise Mistake(str(error)) from error
+            raise option_of(error, {"index": "--indexes", "budget": "--budgets"}) from error
         if steps >= context:
             raise Mistake(f"--steps: got {steps}, expected fewer than the context, {context}")
-        config, _ = checks.model_parts("--model", model, work.stage)
+        config, tokens = checks.model_parts("--model", model, work.stage)
         fits(positions(config), "--context", context, "use a shorter one")
+        _holds("--context", code(tokens, context).shape[1], context)
         work.stage("loading the model")
         run(out, context, steps, sizes, names, model, work.line)
 
@@ -147,7 +157,9 @@ def draft_budget(
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 4096,
     rows: Annotated[int, typer.Option(help="Prompts, consecutive pieces of the text.", min=1)] = 4,
     new: Annotated[int, typer.Option(help="Tokens generated after each.", min=1)] = 64,
-    length: Annotated[int, typer.Option(help="Tokens drafted per round.", min=1)] = 4,
+    length: Annotated[
+        int, typer.Option(help="Tokens drafted per round.", min=1, max=MOST_DRAFTS)
+    ] = 4,
     budgets: Annotated[str, typer.Option(help="Of the draft's cache.")] = "2048,1024,512,256,128",
     text: Annotated[str, typer.Option(help="As in oasis-hf eval --text.")] = "reference",
     out: Annotated[Path, typer.Option(help="The results.")] = RESULTS / "draft-budget.json",
@@ -158,9 +170,11 @@ def draft_budget(
     with _studying(out, threads) as work:
         from oasis_eval.studies.draft_budget import run
 
-        real_text(text)
-        config, _ = checks.model_parts("--model", None, work.stage)
+        prose = real_text(text)
+        config, tokens = checks.model_parts("--model", None, work.stage)
         fits(positions(config), "--context and --new", context + new, "use fewer tokens")
+        held = len(tokens(prose, verbose=False).input_ids)
+        _holds("--rows and --context", held, rows * context)
         work.stage("loading the model")
         run(out, context, rows, new, length, sizes, text, work.line)
 
@@ -182,11 +196,20 @@ def retrieval_model(
     """Train the small model that eval/configs/retrieval.yaml evaluates at 32K and 128K tokens."""
     chosen = numbers("--lengths", lengths, SHORTEST)
     output_folder("--out", out)
+    checks.device("--device", device)
     with _studying(None, threads) as work:
         from oasis_eval.retrieval.train import make
 
         work.stage("making the model")
         make(out, seed, random, device, chosen, asked, work.line)
+
+
+def _holds(option: str, held: int, needed: int) -> None:
+    """That a text has the tokens that are read of it."""
+    if held < needed:
+        raise Mistake(
+            f"{option}: got {needed:,} tokens in all, expected at most {held:,}, which the text has"
+        )
 
 
 @contextmanager
