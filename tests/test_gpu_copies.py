@@ -82,7 +82,7 @@ def test_a_large_models_weights_are_read_in_a_moment() -> None:
     """8 B parameters in 16 bits: what a decode step reads, in well under a second."""
     size = 4096
     layers = [torch.nn.Linear(size, size, bias=False, device="meta") for _ in range(480)]
-    large = torch.nn.ModuleList(layers).to_empty(device="cuda").bfloat16()
+    large = torch.nn.ModuleList(layers).bfloat16().to_empty(device="cuda")
     fingerprint(large)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
