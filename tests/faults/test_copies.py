@@ -50,6 +50,8 @@ def after_decoding(backend: str = "reference", **options: Any) -> tuple[Any, Oas
     """A tiny Llama and a cache that has read a prompt and decoded past a group."""
     if backend == "triton":
         pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("test_gpu_copies.py has the GPU's")
     # In Triton's interpreter a layer's step takes seconds.
     model = tiny_model("llama", layers=1 if backend == "triton" else None)
     cache = OasisCache(model, **(SKIP | options), backend=backend)
