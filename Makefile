@@ -10,7 +10,8 @@
 #   make gpu      on a machine with a GPU: the kernels' tests, then the whole bench, which writes
 #                 eval/results/bench.json; some 8 minutes on one H200. Makes no environment
 #                 and downloads nothing: torch, triton, Transformers and pytest must be there.
-#                 `make gpu-test` and `make gpu-bench` are its halves
+#                 `make gpu-test` and `make gpu-bench` are its halves; OASIS_SEED=7 in front of
+#                 them draws other tests
 #
 # Variables, each given on the command line:
 #   PYTHON               the interpreter the environments are made with (3.11 to 3.13)
@@ -41,6 +42,9 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 # From the working tree, installed or not.
 GPU_RUN := PYTHONPATH=src:kernels/torch-ext PYTHONUNBUFFERED=1 $(GPU_PYTHON)
+# What runs on both engines, and what only a GPU can show.
+GPU_TESTS := tests/test_triton_engine.py tests/test_verification.py tests/test_invariants.py \
+	tests/test_random_operations.py tests/test_dialogues.py $(wildcard tests/test_gpu*.py)
 # Two test processes on two cores: more threads in each would only take turns.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -81,9 +85,7 @@ needles: $(VENV)/.demo
 gpu: gpu-test gpu-bench
 
 gpu-test:
-	$(GPU_RUN) -m pytest -q -p no:cacheprovider tests/test_triton_engine.py \
-		tests/test_random_operations.py tests/test_dialogues.py \
-		$(wildcard tests/test_gpu.py) $(PYTEST_ARGS)
+	$(GPU_RUN) -m pytest -q -p no:cacheprovider $(GPU_TESTS) $(PYTEST_ARGS)
 
 gpu-bench:
 	$(GPU_RUN) -m oasis_hf.cli bench $(BENCH_ARGS) --out eval/results/bench.json

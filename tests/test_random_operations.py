@@ -67,7 +67,7 @@ def test_any_order_in_the_interpreter(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(SEED, SEED + (2 if GPU else 1)))
 def test_any_order(backend: str, kind: str, seed: int) -> None:
     player = Player(operations(backend, kind, 1 + seed % 3), seed)
-    for _ in range(60 if GPU else 25):
+    for _ in range(40 if GPU else 25):
         player.move()
 
 
