@@ -1,9 +1,10 @@
 # Environments are built from nothing and stamped, so a repeated target starts at once.
 #
 #   make demo     one question over 4K tokens of prose, answered dense and with Oasis
-#   make test     lint, types, import layers; all tests on the oldest supported Transformers,
+#   make test     lint, types, import layers, the site; all tests on the oldest supported Transformers,
 #                 then the contract tests on the newest
 #   make lint     the checks alone            make format   let ruff rewrite the files
+#   make docs     the documentation site, into site/; any warning is an error
 #   make dist     sdist and wheel, into dist/; what else a release needs is in CONTRIBUTING.md
 #   make needles  the retrieval evaluation    make clean    remove environments and caches
 #   make gpu      on a machine with a GPU: the kernels' tests, then the whole bench, which writes
@@ -43,13 +44,13 @@ GPU_RUN := PYTHONPATH=src:kernels/torch-ext PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 # Two test processes on two cores: more threads in each would only take turns.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-oldest test-newest lint format dist needles gpu gpu-test gpu-bench clean
+.PHONY: demo test test-oldest test-newest lint docs format dist needles gpu gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/oasis-hf demo
 
-test: lint test-oldest test-newest
+test: lint docs test-oldest test-newest
 
 test-oldest: $(VENV)/.dev
 	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -62,6 +63,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -78,13 +82,14 @@ gpu: gpu-test gpu-bench
 
 gpu-test:
 	$(GPU_RUN) -m pytest -q -p no:cacheprovider tests/test_triton_engine.py \
+		tests/test_random_operations.py tests/test_dialogues.py \
 		$(wildcard tests/test_gpu.py) $(PYTEST_ARGS)
 
 gpu-bench:
 	$(GPU_RUN) -m oasis_hf.cli bench $(BENCH_ARGS) --out eval/results/bench.json
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist
+	rm -rf $(VENV) $(NEWEST) build dist site
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -98,6 +103,10 @@ $(VENV)/.demo: pyproject.toml
 $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[demo,eval,dev]" "transformers==$(TRANSFORMERS_OLDEST)"
 	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --upgrade --target $(VENV)/kernels-library $(KERNELS_LIBRARY)
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e ".[docs]" "transformers==$(TRANSFORMERS_OLDEST)"
 	touch $@
 
 $(NEWEST)/.dev: pyproject.toml

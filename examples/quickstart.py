@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True))
 
     # 4. The stats say how often a block that was wanted was in the working set, and what the
-    #    working set takes beside a full KV cache.
+    #    working set takes, compared with a full KV cache.
     print()
     print(cache.stats())
 

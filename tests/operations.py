@@ -1,13 +1,14 @@
 """Operations of a cache in any order, against plain lists of each sequence's K and V.
 
-Prompts, decode steps, verifications, crops, commits, batch operations, resets, saving, forking and
-forwards that break off, on one offloaded layer without a model. After each of them the cache must
-hold exactly what the plain lists hold, its tables must agree with each other, and at full budget
-its attention must be plain attention. Serves any engine and device.
+Prompts, decode steps, verifications, crops, commits, batch operations, resets, saving, forking,
+copying and forwards that break off, on one offloaded layer without a model. After each of them
+the cache must hold exactly what the plain lists hold, its tables must agree with each other, and at
+full budget its attention must be plain attention. Serves any engine and device.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import tempfile
 from pathlib import Path
@@ -37,6 +38,7 @@ WEIGHTS = {
     "reset": 1,
     "save_and_load": 1,
     "fork": 1,
+    "copy": 1,
     "break_off": 1,
 }
 """How often a player makes each move."""
@@ -222,6 +224,12 @@ class Operations:
 
     def fork(self) -> None:
         self.driver.cache = self.cache.fork()
+
+    def copy(self) -> None:
+        """From here on the copy is used; what it shares with the original would show."""
+        original = self.cache
+        self.driver.cache = copy.deepcopy(original)
+        original.reset()
 
     def break_off(self, count: int, kind: str, seed: int) -> None:
         """A forward that is undone, as the hook on a model does after an error."""

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from dialogues import Dialogue
+from engines import DEVICE, GPU
 from helpers import build_model
 from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
-GPU = torch.cuda.is_available()
 SEED = int(os.environ.get("OASIS_SEED", "1"))
 """Any number will do: `OASIS_SEED=7 make gpu-test`."""
 
@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     torch.backends.cuda.matmul.allow_tf32 = False
-    return build_model("Llama", {"num_hidden_layers": 2}).to("cuda" if GPU else "cpu")
+    return build_model("Llama", {"num_hidden_layers": 2}).to(DEVICE)
 
 
 @engines

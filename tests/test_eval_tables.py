@@ -17,7 +17,7 @@ from oasis_eval.tables.bench_choices import bench_caps, bench_drafts
 from oasis_eval.tables.pages import ROOT, TABLES, rendered
 from oasis_hf.cli import app
 
-PAGES = [ROOT / "README.md", ROOT / "DESIGN.md"]
+PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 
 
 def tables(*words: str | Path) -> Any:
@@ -46,7 +46,7 @@ def test_the_pages_have_the_tables_of_the_results() -> None:
 def test_every_marked_table_of_a_page_is_checked(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     marked = {name for name in TABLES if f"<!-- {name}:begin -->" in text}
-    assert marked == {name for name, table in TABLES.items() if table.page == file.name}
+    assert marked == {name for name, table in TABLES.items() if ROOT / table.page == file}
     assert text.count(":begin -->") == len(marked)
 
 
@@ -69,9 +69,8 @@ def test_tables_are_checked_and_written_by_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["needle"], "names: got 'needle', expected some of needles, needles-mass"),
+        (["needle"], "names: got 'needle', expected some of needles, smollm2-8k"),
         (["needles", "--results", "/no/such"], "results: got /no/such"),
-        (["lookahead", "--check"], "lookahead stands in no page"),
         (["needles", "--check", "--write"], "--check: got it together with --write"),
         (["needles", "--check", "--page", str(ROOT / "LICENSE")], "needles:begin"),
     ],

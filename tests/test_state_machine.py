@@ -139,6 +139,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.on.fork()
 
     @holding
+    @rule()
+    def copy(self) -> None:
+        self.on.copy()
+
+    @holding
     @room
     @rule(count=st.sampled_from([1, 3, 70]), kind=padding, seed=seeds)
     def break_off(self, count: int, kind: str, seed: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from engines import DEVICE
 from helpers import tensors_of
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from oasis_hf.index import keys2bit
 from oasis_hf.layer import OasisLayer
 from oasis_hf.ledger import PaddingLedger
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = int(os.environ.get("OASIS_SEED", "1"))
 """Any number will do: `OASIS_SEED=7 make gpu-test`."""
 
@@ -44,7 +44,7 @@ CASES = {
     "odd-dims": {"dim": 24, "v_dim": 40, "group": 3},
     "float16": {"dtype": torch.float16},
     # Triton's interpreter multiplies no bfloat16.
-    **({"bfloat16": {"dtype": torch.bfloat16, "rows": 2}} if DEVICE.type == "cuda" else {}),
+    **({"bfloat16": {"dtype": torch.bfloat16, "rows": 2}} if DEVICE == "cuda" else {}),
 }
 
 

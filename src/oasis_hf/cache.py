@@ -21,7 +21,7 @@ from .copying import duplicate, refuse_pickle
 from .forward import Drafting, Forward, Hint, Kind, describe
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
-from .index import index_class
+from .index import group_tokens, index_class
 from .layer import OasisLayer
 from .ledger import PaddingLedger
 from .link import Allowance
@@ -113,7 +113,8 @@ class OasisCache(compat.Cache):
             self.hook = ForwardHook(model, self)
             weakref.finalize(self, self.hook.remove)
             Generate.add(model, self)
-            if self.oasis_config.graphs and next(model.parameters()).is_cuda:
+            # Weights that are brought in for each forward have no address to capture.
+            if self.oasis_config.graphs and all(weight.is_cuda for weight in model.parameters()):
                 self.graphs = Dispatcher.add(model, self)
         elif self.oasis_config.prefill_chunk_size is not None:
             raise OasisConfigError(
@@ -163,12 +164,19 @@ class OasisCache(compat.Cache):
         held = super().update_recurrent_state(recurrent_states.detach(), *args, **kwargs)
         return without_gradient(held, recurrent_states)
 
+    def forget_gradients(self) -> None:
+        """Keep nothing that a finished forward would need for a gradient."""
+        for layer in self.layers:
+            if compat.is_linear(layer):
+                compat.detach_states(layer)
+
     def _open(self) -> None:
         """Begin a forward of a cache without a hook.
 
         Raises:
             OasisUnsupportedError: the last one broke off; it is undone.
         """
+        self.forget_gradients()
         if self._broken:
             self._abandon()
             raise OasisUnsupportedError(
@@ -521,6 +529,7 @@ class OasisCache(compat.Cache):
     @kept_steady
     def fork(self, **options: Any) -> OasisCache:
         """An independent copy, with other options if wanted: read a prompt once, try many."""
+        self.forget_gradients()
         return persistence.fork(self, **options)
 
     @kept_steady
@@ -566,6 +575,7 @@ def _config(options: dict[str, Any]) -> OasisConfig:
         )
     config = OasisConfig(**options)
     index = index_class(config.index)
+    group_tokens(index, config.block_tokens)
     if not isinstance(config.on_miss, str) and (
         not index.estimates_mass or config.reduction != "mean"
     ):

@@ -276,6 +276,14 @@ def is_linear(layer: Any) -> bool:
     )
 
 
+def detach_states(layer: Any) -> None:
+    """Free the states of a recurrent layer, which models write to themselves, from gradients."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        for number, state in states.items():
+            if state is not None and state.requires_grad:
+                states[number] = state.detach()
+
+
 def is_placeholder(layer: Any) -> bool:
     """Whether a native layer (5.23 and later) stands for a model layer that caches nothing."""
     return type(layer).__name__ == "DummyLayer"
@@ -294,6 +302,7 @@ __all__ = [
     "cache_kwarg",
     "cache_of",
     "columns_to_crop",
+    "detach_states",
     "is_full_attention",
     "is_linear",
     "is_placeholder",

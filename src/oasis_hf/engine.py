@@ -69,6 +69,19 @@ class Engine(ABC):
     def fit(self) -> None:  # noqa: B027 - most engines keep nothing between steps
         """Build whatever has the shape of the storage anew: the storage has changed."""
 
+    def _all_blocks(self, tail_mask: Tensor) -> Tensor:
+        """Score `[B, H, N]` of a step that chooses every block; rows of padding want none.
+
+        Args:
+            tail_mask: `[B, T, R]` what each row sees of the tail; a real row sees at least itself.
+        """
+        s = self.s
+        number = torch.arange(s.holds, device=s.device)
+        live = number[None] < (s.committed // s.geometry.block)[:, None]
+        live = live & tail_mask.flatten(1).any(1, keepdim=True)
+        score = torch.where(live, float("inf"), float("-inf"))
+        return score[:, None].expand(-1, s.geometry.kv_heads, -1)
+
     def join(self) -> None:  # noqa: B027 - most engines run nothing beside the current stream
         """Make the current stream wait for what still runs beside it."""
 
@@ -139,6 +152,8 @@ class ReferenceEngine(Engine):
     def _score(self, query: Tensor, tail_mask: Tensor) -> Tensor:
         """Score of every block for query rows `[B, H, G, T, D]`, sinks first: `[B, H, N]`."""
         s, block = self.s, self.s.geometry.block
+        if s.covers:
+            return self._all_blocks(tail_mask)
         rest = s.ops.tail_logsumexp(query, s.tail.k, tail_mask)
         committed = s.committed // block
         score = s.index.score(query.flatten(2, 3), committed, rest)
@@ -312,6 +327,8 @@ class TritonEngine(Engine):
                 g.block,
             )
         mask = s.tail.mask(s.lengths, s.committed, positions)
+        if s.covers:
+            return k.given(self._all_blocks(mask), positions)
         scaled = rows.float() * scaling
         rest = s.ops.tail_logsumexp(scaled.unflatten(2, (-1, positions.shape[1])), s.tail.k, mask)
         return k.given(s.index.score(scaled, s.committed // g.block, rest), positions)

@@ -121,17 +121,24 @@ class Dispatcher:
 
 
 class _Entry:
-    """One captured step."""
+    """One kind of step: its inputs' memory, and its graph once it is captured."""
 
     def __init__(self, ids: Tensor, positions: Tensor, valid: Tensor | None) -> None:
         # Later steps write here, in inference mode or out of it.
         with torch.inference_mode(False):
             self.ids, self.positions = ids.clone(), positions.clone()
             self.valid = None if valid is None else valid.clone()
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: dict[str, Tensor] = {}
         self.kind: type | None = None
         self.cache_field: str | None = None
+
+    def fill(self, ids: Tensor, positions: Tensor, valid: Tensor | None) -> None:
+        """Take the inputs of another step of this kind."""
+        self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        if self.valid is not None and valid is not None:
+            self.valid.copy_(valid)
 
 
 class StepGraphs:
@@ -151,7 +158,6 @@ class StepGraphs:
         self._fused: FusedLayers | None = None
         self._follows_length: bool | None = None
         self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._warm: set[tuple[Any, ...]] = set()
         self._pool: Any = None
         self.captured = self.replayed = 0
         self.eager: dict[str, int] = {}
@@ -168,7 +174,6 @@ class StepGraphs:
     def forget(self) -> None:
         """Drop what was captured, and what was made of the model's weights."""
         self._entries.clear()
-        self._warm.clear()
         self._fused = self._follows_length = None
         self._watch.forget()
 
@@ -184,7 +189,7 @@ class StepGraphs:
         assert cache is not None
         ids = kwargs.get("input_ids")
         if not isinstance(ids, Tensor) or cache.next_forward(ids.shape[1]).dense:
-            if self._warm:
+            if self._entries:
                 # A prompt takes long enough to look at the whole model.
                 self._look(thoroughly=True)
             return forward(**kwargs)
@@ -201,30 +206,26 @@ class StepGraphs:
         mask, rows = kwargs.get("attention_mask"), ids.shape[1]
         positions = self._positions(cache, ids, kwargs)
         key = self._key(cache, ids, positions, mask, kwargs)
-        if key not in self._warm:
-            self.eager["warm-up"] = self.eager.get("warm-up", 0) + 1
-            with self._compiling(cache):
-                output = forward(**kwargs)
-            self._warm = {key} | {k for k in self._warm if k[0] == key[0]}
-            return output
-        entry = self._entries.get(key)
-        # What an eager step left running beside it, a graph knows nothing of.
+        valid = None if mask is None else mask[:, -rows:].bool()
+        coming, entry = cache.next_forward(rows), self._entries.get(key)
+        # What an eager step left running alongside, a graph knows nothing of.
         for layer in cache.offloaded:
             layer.engine.join()
-        valid = None if mask is None else mask[:, -rows:].bool()
-        coming = cache.next_forward(rows)
         cache.ledger.append(valid, ids.shape[0], rows, ids.device, coming.ids)
         if entry is None:
-            entry = self._capture(cache, forward, kwargs, ids, positions, valid, coming)
-            cache.forward = coming
+            # As the capture will call it: what is compiled now is not compiled again then.
+            entry = _Entry(ids, positions, valid)
+            self.eager["warm-up"] = self.eager.get("warm-up", 0) + 1
+            with self._compiling(cache):
+                output = self._call(cache, forward, kwargs, entry, coming)
             self._entries = {key: entry} | {
                 k: e for k, e in self._entries.items() if k[0] == key[0]
             }
+            return output
+        entry.fill(ids, positions, valid)
+        if entry.graph is None:
+            entry.graph = self._capture(cache, forward, kwargs, entry, coming)
         else:
-            entry.ids.copy_(ids)
-            entry.positions.copy_(positions)
-            if entry.valid is not None and valid is not None:
-                entry.valid.copy_(valid)
             cache.begin(coming)
             for layer in cache.offloaded:
                 layer.advanced(rows)
@@ -313,33 +314,45 @@ class StepGraphs:
         start = cache.get_seq_length()
         return torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape)
 
+    def _call(
+        self,
+        cache: OasisCache,
+        forward: Any,
+        kwargs: dict[str, Any],
+        entry: _Entry,
+        coming: Forward,
+    ) -> Any:
+        """The model's forward over an entry's memory; its columns are recorded already."""
+        cache.forward = replace(coming, recorded=True, real=entry.valid)
+        call = dict(kwargs, input_ids=entry.ids, position_ids=entry.positions, attention_mask=None)
+        try:
+            return forward(**call)
+        finally:
+            cache.forward = coming
+
     def _capture(
         self,
         cache: OasisCache,
         forward: Any,
         kwargs: dict[str, Any],
-        ids: Tensor,
-        positions: Tensor,
-        valid: Tensor | None,
+        entry: _Entry,
         coming: Forward,
-    ) -> _Entry:
-        """Record the step; nothing runs until the first replay."""
-        entry = _Entry(ids, positions, valid)
-        cache.forward = replace(coming, recorded=True, real=entry.valid)
-        call = dict(kwargs, input_ids=entry.ids, position_ids=entry.positions, attention_mask=None)
+    ) -> torch.cuda.CUDAGraph:
+        """Record a step; nothing runs until the first replay."""
+        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with (
             whole_device,
             self._compiling(cache),
-            torch.cuda.device(ids.device),
-            torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.device(entry.ids.device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
-            output = forward(**call)
+            output = self._call(cache, forward, kwargs, entry, coming)
             for layer in cache.offloaded:
                 layer.engine.join()
         self.captured += 1
         entry.kind = type(output)
         entry.outputs = {name: x for name, x in output.items() if isinstance(x, Tensor)}
         entry.cache_field = next((name for name, x in output.items() if x is cache), None)
-        return entry
+        return graph

@@ -34,6 +34,11 @@ class DenseLayer(DynamicLayer):
         """Tokens given so far, padding included."""
         return int(self.get_seq_length())
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As in Transformers, whose layers of newer versions do not keep their dtype."""
+        super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical sizes."""
         return OasisLength(self.columns + query_length), 0

@@ -87,6 +87,7 @@ class ForwardHook:
         if cache is None or kwargs is None or cache_of(kwargs) is not cache:
             return
         missed = take_pending()
+        cache.forget_gradients()
         if self.feeds_pieces:
             return
         if missed is not None or output is None:

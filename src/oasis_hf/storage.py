@@ -193,6 +193,11 @@ class LayerStorage:
         return self._room_after(0)[0]
 
     @property
+    def covers(self) -> bool:
+        """Whether a step chooses every block there is, whatever an index says of it."""
+        return self.wanted >= self.holds
+
+    @property
     def wanted(self) -> int:
         """Blocks that a step chooses per head: the budget's, or as many as there may be."""
         return min(self.geometry.budget_blocks, self.pool.slots)

@@ -434,10 +434,15 @@ def test_needles_fit_where_the_error_says_so() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("extra", [0, 50, 100_000])
+@pytest.mark.parametrize("extra", [700, 2000, 100_000])
 def test_a_prompt_of_which_nothing_is_left_is_an_error(extra: int) -> None:
-    with pytest.raises(ValueError, match=r"context_tokens: got 100.*use at least \d+"):
-        needle.fitted_prompt(Joined(extra), 100, "Some text. " * 100, "Why? " * 80)
+    with pytest.raises(ValueError, match=r"context_tokens: got 600.*use at least \d+"):
+        needle.fitted_prompt(Joined(extra), 600, "Some text. " * 100, "Why?")
+
+
+def test_a_prompt_that_is_too_long_joined_is_shortened() -> None:
+    ids = needle.fitted_prompt(Joined(250), 600, "Some text. " * 100, "Why?")
+    assert 100 < ids.shape[1] <= 600
 
 
 def test_a_text_that_is_too_short_for_needles_is_not_silently_shorter(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import GPU
 from helpers import forward, prompt, tiny_model
 from memcheck import memcheck
 from operations import Operations
@@ -18,7 +19,7 @@ from oasis_hf.forward import Forward, Kind
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.usefixtures("small_slabs"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_operations.py has the GPU's"),
+    pytest.mark.skipif(GPU, reason="test_gpu_operations.py has the GPU's"),
 ]
 
 CHANGES: dict[str, Callable[[Operations], Any]] = {

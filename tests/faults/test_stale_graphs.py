@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import GPU
 from helpers import build_model, forward, prompt, tensors_of
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,7 +25,7 @@ from oasis_hf import OasisCache, graphs, storage
 from oasis_hf.graphs import Dispatcher, StepGraphs
 from oasis_hf.watch import ModelWatch
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="see test_gpu_operations.py")
+pytestmark = pytest.mark.skipif(GPU, reason="see test_gpu_operations.py")
 
 OPTIONS: dict[str, Any] = {"budget": 32, "block_size": 16, "sink_tokens": 0, "recent_tokens": 0}
 

@@ -10,7 +10,7 @@ from ..records import Cells
 
 
 def bench(results: dict[str, Any]) -> str:
-    """Milliseconds per decode step, beside the floor and Transformers' own caches; prompts."""
+    """Milliseconds per decode step, with the floor and Transformers' own caches; prompts."""
     rows = [row for row in results["rows"] if "error" not in row]
     sizes = list(dict.fromkeys((row["batch"], row["tokens"]) for row in rows))
     rows.sort(key=lambda row: (sizes.index((row["batch"], row["tokens"])), row["arm"] != "oasis"))
@@ -28,7 +28,7 @@ def bench(results: dict[str, Any]) -> str:
             *(f"{row[key]:.2f}" for key in ("ms_p20", "ms_p50", "ms_p80")),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['ratio_to_floor']:.2f}",
-            _beside_dense(row, dense.get((row["batch"], row["tokens"]))),
+            _against_dense(row, dense.get((row["batch"], row["tokens"]))),
             _gigabytes(row["peak_hbm_bytes"]),
         ]
         if with_prompts:
@@ -43,7 +43,7 @@ def bench(results: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _beside_dense(row: dict[str, Any], dense: float | None) -> str:
+def _against_dense(row: dict[str, Any], dense: float | None) -> str:
     if dense is None or row["arm"] == "dense":
         return ""
     faster = dense * row.get("tokens_per_round", 1) / row["ms_p50"]

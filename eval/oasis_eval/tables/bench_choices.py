@@ -11,7 +11,7 @@ from ..records import Cells
 
 
 def bench_caps(results: dict[str, Any]) -> str:
-    """What background fetches cost, by size and cap; misses fetched before attention beside it."""
+    """What background fetches cost, by size and cap; and of misses fetched before attention."""
     plain = [row for row in _oasis_rows(results) if not row["drafts"]]
     first = plain[0]["options"]
     kept = [
@@ -47,10 +47,10 @@ def bench_caps(results: dict[str, Any]) -> str:
         "exposed ms",
     ]
     note = (
-        "Blocks: fetched behind a step at most, per head. Hits: wanted blocks that are resident "
-        "when a step begins. Link ms: these bytes at the rate of a pinned copy. Exposed: the step "
-        "beyond that of cap 0, which fetches nothing. Overlap: the step over the longer of that "
-        f"one and its link ms. {_bench_machine(results)}"
+        "Blocks: fetched after a step's attention at most, per head. Hits: wanted blocks that are "
+        "resident when a step begins. Link ms: these bytes at the rate of a pinned copy. Exposed: "
+        "the step beyond that of cap 0, which fetches nothing. Overlap: the step over the longer "
+        f"of that one and its link ms. {_bench_machine(results)}"
     )
     return "\n\n".join([table([*header, "overlap"], lines, 2), note])
 
@@ -78,7 +78,7 @@ def bench_blocks(results: dict[str, Any]) -> str:
 
 
 def bench_drafts(results: dict[str, Any]) -> str:
-    """Tokens per second of rounds with drafts, beside plain steps of the same options."""
+    """Tokens per second of rounds with drafts, and of plain steps of the same options."""
     rows = _oasis_rows(results)
     plain = {_same(row): row for row in rows if not row["drafts"]}
     drafted = [row for row in rows if row["drafts"]]

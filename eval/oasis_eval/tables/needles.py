@@ -44,7 +44,7 @@ def _hits(dense: dict[str, Any], cells: Cells) -> str:
 
 def _moved(cells: Cells) -> str:
     title = (
-        "Of the wanted blocks, percent fetched before attention + percent fetched behind it "
+        "Of the wanted blocks, percent fetched before attention + percent fetched after it "
         "(the others were resident, or left out):"
     )
     rows = (
@@ -104,7 +104,7 @@ def _note(results: dict[str, Any]) -> str:
     return (
         f"95 % intervals (Wilson): {ranges}. {about['model']}, {about['dtype']}, greedy; prompts "
         "are read densely, every decoded token attends sparsely. Budgets are tokens per KV head, "
-        "beside the tail of the newest ones. Index bits are per key element at 16 bits. "
+        "in addition to the tail of the newest ones. Index bits are per key element at 16 bits. "
         f"{_command(about)} at {about['commit']}, {about['date']}: Python {about['python']}, "
         f"{', '.join(tools(about, 'torch', 'transformers'))}, {machine}."
     )

@@ -17,7 +17,6 @@ from .needles import mass, needles
 ROOT = Path(__file__).resolve().parents[3]
 """The checkout, whose pages these are."""
 RESULTS = ROOT / "eval" / "results"
-README, DESIGN = "README.md", "DESIGN.md"
 
 
 @dataclass(frozen=True)
@@ -26,27 +25,32 @@ class Table:
 
     Attributes:
         render: makes it from a result.
-        page: that shows it; none for tables that are only printed.
+        page: that shows it.
         source: name of the result, if it is not the table's own.
     """
 
     render: Callable[[dict[str, Any]], str]
-    page: str = ""
+    page: str
     source: str = ""
 
 
+def _page(name: str) -> str:
+    """A page of results."""
+    return f"docs/results/{name}.md"
+
+
 TABLES: dict[str, Table] = {
-    "needles": Table(needles, README),
-    "needles-mass": Table(mass, DESIGN),
-    "smollm2-8k": Table(accuracy, README),
-    "smollm2-blocks": Table(accuracy, DESIGN),
-    "retrieval": Table(accuracy, README),
-    "bench": Table(bench, README),
-    "bench-blocks": Table(bench_blocks, DESIGN),
-    "bench-caps": Table(bench_caps, DESIGN),
-    "bench-caps-32": Table(bench_caps, DESIGN),
-    "bench-drafts": Table(bench_drafts, README, "bench-lookahead"),
-    "lookahead": Table(lookahead),
+    "needles": Table(needles, _page("accuracy")),
+    "smollm2-8k": Table(accuracy, _page("accuracy")),
+    "retrieval": Table(accuracy, _page("accuracy")),
+    "bench": Table(bench, _page("speed")),
+    "bench-caps": Table(bench_caps, _page("background-fetches")),
+    "bench-caps-32": Table(bench_caps, _page("background-fetches")),
+    "bench-drafts": Table(bench_drafts, _page("drafts"), "bench-lookahead"),
+    "lookahead": Table(lookahead, _page("lookahead")),
+    "needles-mass": Table(mass, _page("indexes")),
+    "smollm2-blocks": Table(accuracy, _page("indexes")),
+    "bench-blocks": Table(bench_blocks, _page("indexes")),
 }
 
 

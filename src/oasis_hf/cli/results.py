@@ -14,9 +14,7 @@ from .terminal import working
 
 
 def tables(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Of tables; those of the pages by default.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Of tables; all by default.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Put them into the pages.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Fail unless the pages have exactly these.")
@@ -26,18 +24,16 @@ def tables(
     ] = None,
     page: Annotated[Path | None, typer.Option(help="Another page than each table's own.")] = None,
 ) -> None:
-    """Print the tables of README.md and DESIGN.md from eval/results, write or check them."""
+    """Print the tables of docs/results from eval/results, write or check them."""
     require()
     from oasis_eval.tables.pages import RESULTS, ROOT, TABLES, differs, put, rendered
 
     if write and check:
         raise Mistake("--check: got it together with --write; leave one out")
-    chosen = names or [name for name, table in TABLES.items() if table.page]
+    chosen = names or list(TABLES)
     for name in chosen:
         if name not in TABLES:
             raise Mistake(f"names: got {name!r}, expected some of {', '.join(TABLES)}")
-        if (write or check) and not (page or TABLES[name].page):
-            raise Mistake(f"names: {name} stands in no page; print it, or name a --page")
     wrong = []
     try:
         for name in chosen:

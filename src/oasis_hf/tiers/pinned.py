@@ -64,7 +64,7 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), pages, 0)
     if int(code) != 0:
         # The next launch would report this error as its own.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AssertionError):
             torch.zeros(1, device="cuda")
         raise HostMemoryError(
             f"host memory: the driver refused to pin {pages / 1e9:.2f} GB (error {int(code)}); "
