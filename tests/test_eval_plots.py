@@ -39,6 +39,13 @@ def test_lines_differ_by_marker_and_width_and_stand_aside() -> None:
     assert found["keys2bit/fetch"].dashes != found["keys2bit/skip"].dashes
 
 
+def test_lines_of_one_index_and_policy_have_dashes_of_their_own() -> None:
+    names = ["keys2bit/fetch", "keys2bit/skip/block_size=8", "keys2bit/fetch/block_size=8"]
+    names += ["keys2bit/fetch/block_size=4", "minmax/fetch"]
+    found = [(look.colour, str(look.dashes)) for look in looks(names).values()]
+    assert len(set(found)) == len(names)
+
+
 def test_curves_that_coincide_have_points_of_their_own() -> None:
     arms = ("keys2bit/fetch/64", "keys2bit/fetch/128", "oracle/fetch/64", "oracle/fetch/128")
     (axes,) = scores.over_budget(ABOUT, [cell(arm, 1.0) for arm in arms]).axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..arms import DENSE, named
@@ -14,7 +15,9 @@ def arm_order(name: str) -> tuple[Any, ...]:
     arm = named(name)
     policy = name.split("/")[1:2]
     place = index_order(name.split("/")[0])
-    return name != DENSE.name, place, policy != ["fetch"], arm.family, arm.budget
+    # Numbers by their size: layers [5] come before [10].
+    family = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", arm.family)]
+    return name != DENSE.name, place, policy != ["fetch"], family, arm.budget
 
 
 def subject(about: dict[str, Any]) -> str:

@@ -26,7 +26,10 @@ OF_INDEX = dict(zip(("keys2bit", "minmax", "oracle", "mean", "streaming"), COLOU
 OF_INDEX["dense"] = "#000000"
 """Indexes, and dense attention, have the same colour in all plots."""
 MARKERS = "osD^vP*X<>phd"
-DASHES: tuple[Any, ...] = ("solid", (0, (4, 2)), (0, (1, 1.3)), (0, (6, 2, 1, 2)))
+DASHES: tuple[Any, ...] = (
+    *("solid", (0, (4, 2)), (0, (1, 1.3))),
+    *((0, (6, 2, 1, 2)), (0, (8, 1.5)), (0, (3, 1, 1, 1, 1, 1))),
+)
 WIDEST, NARROWEST = 3.2, 1.2
 """Points of the lines below and above: of lines that coincide, all show."""
 APART = 0.07
@@ -90,8 +93,8 @@ def looks(names: Sequence[str], apart: float = APART, by_index: bool = True) -> 
     Args:
         names: of the lines, from the one that is drawn first to the one above it.
         apart: how far each is set aside from the next.
-        by_index: colours are those of the index, dashes those of the policy for misses; else they
-            are each line's own, as markers always are.
+        by_index: colours are those of the index, and dashes those of the policy for misses, for the
+            first line of both; else they are each line's own, as markers always are.
     """
     indexes = [name.split("/")[0] for name in names]
     others = [colour for colour in COLOURS if colour not in OF_INDEX.values()]
@@ -108,19 +111,23 @@ def looks(names: Sequence[str], apart: float = APART, by_index: bool = True) -> 
         found[name] = Look(
             colour,
             MARKERS[number % len(MARKERS)],
-            _dashes(name) if by_index else DASHES[number % len(DASHES)],
+            _dashes(name, colour, found) if by_index else DASHES[number % len(DASHES)],
             WIDEST + share * (NARROWEST - WIDEST),
             apart * (number - (len(names) - 1) / 2),
         )
     return found
 
 
-def _dashes(arm: str) -> Any:
-    """Solid where misses are fetched, dashed where they are skipped, dotted else."""
-    parts = arm.split("/")
-    if len(parts) < 2:
-        return DASHES[0]
-    return DASHES[("fetch", "skip").index(parts[1]) if parts[1] in ("fetch", "skip") else 2]
+def _dashes(arm: str, colour: str, others: dict[str, Look]) -> Any:
+    """Solid where misses are fetched, dashed where they are skipped, dotted else.
+
+    Another kind where a line of that colour has these.
+    """
+    policy = arm.split("/")[1:2]
+    usual = DASHES[0 if policy in ([], ["fetch"]) else 1 if policy == ["skip"] else 2]
+    taken = [look.dashes for look in others.values() if look.colour == colour]
+    rest = [dashes for dashes in DASHES[3:] if dashes not in taken]
+    return usual if usual not in taken or not rest else rest[0]
 
 
 def styled() -> AbstractContextManager[None]:
