@@ -1,8 +1,8 @@
 # Environments are built from nothing and stamped, so a repeated target starts at once.
 #
 #   make demo     one question over 4K tokens of prose, answered dense and with Oasis
-#   make test     lint, types, import layers, the site; all tests on the oldest supported Transformers,
-#                 then the contract tests on the newest
+#   make test     lint, types, import layers, the site; all tests on the oldest supported
+#                 Transformers, then the contract tests on the newest
 #   make lint     the checks alone            make format   let ruff rewrite the files
 #   make docs     the documentation site, into site/; any warning is an error
 #   make dist     sdist and wheel, into dist/; what else a release needs is in CONTRIBUTING.md
@@ -68,8 +68,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Not --quiet, which drops the warnings that --strict counts.
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
