@@ -217,8 +217,7 @@ def _attend(
         layer.ledger.append(valid, query.shape[0], rows, query.device)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Autocast may give K, V and the query dtypes of their own: those of the cache stay.
-    dtype = layer.dtype if layer.is_initialized else key.dtype
-    q, k, v = in_dtype(dtype, query, key, value)
+    q, k, v = in_dtype(layer.stored_dtype or key.dtype, query, key, value)
     return layer.attend(q, k, v, valid, scale, new)
 
 

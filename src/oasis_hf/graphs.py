@@ -227,7 +227,7 @@ class StepGraphs:
         if not cache.oasis_config.compile or model is None:
             return nullcontext()
         if self._fused is None:
-            self._fused = FusedLayers(model, cache)
+            self._fused = FusedLayers(model)
             if self._fused.moved:
                 self._dispatcher.forget()
         return self._fused.active()

@@ -24,7 +24,6 @@ class DenseLayer(DynamicLayer):
         super().__init__()
         self.keys: Tensor | None
         self.values: Tensor | None
-        self.dtype: torch.dtype
         self.layer_idx, self.ledger, self.leads = layer_idx, ledger, leads
 
     reads_prompt = False
@@ -33,6 +32,11 @@ class DenseLayer(DynamicLayer):
     def columns(self) -> int:
         """Tokens given so far, padding included."""
         return int(self.get_seq_length())
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """Dtype of the K and V held, or None before the first."""
+        return None if self.keys is None else self.keys.dtype
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical sizes."""
