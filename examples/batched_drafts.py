@@ -17,6 +17,7 @@ from oasis_hf import OasisCache
 from oasis_hf.generation import Speculation, generate
 from oasis_hf.needle import needle_prompt
 from oasis_hf.packaged import load, prose, smollm2
+from oasis_hf.threads import bound_threads
 
 QUESTIONS = (("Vienna", 48153, 0.2), ("Lisbon", 73920, 0.5), ("Oslo", 26481, 0.8))
 
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens attended to per step")
     parser.add_argument("--small", action="store_true", help="short texts, for a quick run")
     options = parser.parse_args(arguments)
+    bound_threads()  # Leaves other processes their cores.
 
     # 1. A model, and a draft if there is one. Only the large one needs the attention "oasis".
     model, tokenizer = load(options.model or smollm2())

@@ -17,6 +17,7 @@ import torch
 from oasis_hf import OasisCache
 from oasis_hf.needle import Needle
 from oasis_hf.packaged import load, prose, smollm2
+from oasis_hf.threads import bound_threads
 
 FACTS = [Needle("Vienna", 48153, depth=0.3), Needle("Oslo", 73920, depth=0.7)]
 
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens attended to per step")
     parser.add_argument("--small", action="store_true", help="a short text, for a quick run")
     options = parser.parse_args(arguments)
+    bound_threads()  # Leaves other processes their cores.
     if options.document and not options.question:
         parser.error("--document needs at least one --question")
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oasis_hf import OasisCache
 from oasis_hf.packaged import fast_cpu_dtype, prose, smollm2
+from oasis_hf.threads import bound_threads
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="a Hub id or a folder; the packaged SmolLM2 by default")
     parser.add_argument("--small", action="store_true", help="a short text, for a quick run")
     options = parser.parse_args(arguments)
+    bound_threads()  # Leaves other processes their cores.
 
     # 1. Load the model as always, with the attention "oasis". Importing `oasis_hf` made that name
     #    known. Without an OasisCache the model behaves exactly as with "sdpa".
@@ -67,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True))
 
     # 4. The stats say how often a block that was wanted was in the working set, and what the
-    #    working set takes beside a full KV cache.
+    #    working set takes, compared with a full KV cache.
     print()
     print(cache.stats())
 

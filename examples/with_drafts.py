@@ -20,6 +20,7 @@ import time
 from oasis_hf import OasisCache
 from oasis_hf.needle import needle_prompt
 from oasis_hf.packaged import load, prose, smollm2
+from oasis_hf.threads import bound_threads
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens attended to per step")
     parser.add_argument("--small", action="store_true", help="a short text, for a quick run")
     options = parser.parse_args(arguments)
+    bound_threads()  # Leaves other processes their cores.
 
     # 1. Two models that share a tokenizer. Only the large one has the attention "oasis": a draft
     #    is small, and so is its KV.

@@ -23,6 +23,7 @@ from oasis_hf import Index, OasisCache
 from oasis_hf.compat import cache_kwarg
 from oasis_hf.needle import needle_prompt
 from oasis_hf.packaged import load, prose, smollm2
+from oasis_hf.threads import bound_threads
 
 
 class MeanSpreadIndex(Index):
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=256, help="tokens attended to per step")
     parser.add_argument("--small", action="store_true", help="a short text, for a quick run")
     options = parser.parse_args(arguments)
+    bound_threads()  # Leaves other processes their cores.
     model, tokenizer = load(options.model or smollm2())
     tokens = 700 if options.small else 3000
     ids = needle_prompt(tokenizer, tokens, 0.4, "Vienna", 48153, prose()).to(model.device)

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from oasis_hf import ledger
+from oasis_hf import geometry, ledger
 from oasis_hf.tiers import host
 
 
@@ -27,6 +27,11 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grow store and ledger by 64 tokens, not thousands: several slabs in a short context."""
+    """Grow store and ledger by 64 tokens, not thousands: several slabs in a short context.
+
+    The first slab and the resident pool begin at 32 tokens, not hundreds, and are replaced too.
+    """
+    monkeypatch.setattr(geometry, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(host, "LEAST_TOKENS", 32)
     monkeypatch.setattr(host, "GROWTH_TOKENS", 64)
     monkeypatch.setattr(ledger, "GROWTH_TOKENS", 64)

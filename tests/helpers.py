@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -188,6 +189,49 @@ def assert_close(got: Tensor, want: Tensor, rounding: float = 64) -> None:
     assert worst <= bound, f"differs by {worst:.2e}, allowed {bound:.2e}"
 
 
+@torch.no_grad()
+def assert_greedy(
+    model: PreTrainedModel,
+    ids: Tensor,
+    new: Tensor,
+    mask: Tensor | None = None,
+    rounding: float = 256,
+) -> None:
+    """New tokens `[B, n]` are those of greedy decoding with all tokens seen, up to ties.
+
+    One dense forward over prompt and new tokens tells the logits of each step. Where two of them
+    are as near as roundings, either is right.
+    """
+    whole = torch.cat([ids, new], 1)
+    if mask is not None:
+        mask = torch.cat([mask, torch.ones_like(new)], 1)
+    logits = forward(model, whole, dense_cache(model), mask)[:, ids.shape[1] - 1 : -1].float()
+    best = logits.amax(-1)
+    chosen = logits.gather(-1, new[..., None])[..., 0]
+    eps = torch.finfo(model.dtype).eps
+    bound = rounding * eps * float(logits.abs().max())
+    worst = float((best - chosen).max())
+    assert worst <= bound, f"a token is {worst:.2e} below the best, allowed {bound:.2e}"
+
+
+def row_by_row(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose products are computed one column of tokens at a time.
+
+    Libraries choose another order of summation for another number of rows. Without that, a token's
+    numbers do not depend on the tokens that it is fed with, bit for bit.
+    """
+    linear = torch.nn.functional.linear
+
+    def product(module: torch.nn.Module, x: Tensor) -> Tensor:
+        parts = [linear(part, module.weight, module.bias) for part in x.split(1, 1)]
+        return torch.cat(parts, 1)
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = types.MethodType(product, module)
+    return model
+
+
 class Attention(torch.nn.Module):
     """Stands for a model's attention module: causal, one of several layers."""
 
@@ -202,12 +246,20 @@ class Driver:
         seen: `[B, columns]` bool so far, which columns held real tokens.
     """
 
-    def __init__(self, layers: int = 1, heads: int = 4, model: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        layers: int = 1,
+        heads: int = 4,
+        model: Any = None,
+        kv_heads: int = 2,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
         if model is None:
             model = transformers.LlamaConfig(**(SMALL | {"num_hidden_layers": layers}))
             model._attn_implementation = "oasis"
         self.cache = OasisCache(model, **options)
-        self.heads = heads
+        self.heads, self.kv_heads, self.device = heads, kv_heads, device
         self.seen = torch.zeros(0, 0, dtype=torch.bool)
 
     @property
@@ -220,26 +272,27 @@ class Driver:
     ) -> list[Tensor]:
         """One forward: query `[B, Hq, T, D]`, key and value `[B, H, T, D]`, mask `[B, T]`.
 
-        Every layer gets the same; returns what each attends to, `[B, Hq, T, Dv]`.
+        Every layer gets the same; returns what each attends to, `[B, Hq, T, Dv]` on the CPU.
         """
+        query, key, value = (states.to(self.device) for states in (query, key, value))
         batch, rows = key.shape[0], key.shape[2]
         new = torch.ones(batch, rows, dtype=torch.bool) if mask is None else mask.bool()
         self.seen = torch.cat([self.seen if self.seen.numel() else new[:, :0], new], 1)
         results = []
         for number in range(len(self.cache.layers)):
             length, _ = self.cache.get_mask_sizes(rows, number)
-            given = None if mask is None and bool(self.seen.all()) else self.seen
+            given = None if mask is None and bool(self.seen.all()) else self.seen.to(self.device)
             causal = oasis_mask(batch, rows, length, attention_mask=given)
             k, v = self.cache.update(key.clone(), value.clone(), number)
             out, _ = oasis_attention(Attention(), query, k, v, causal)
-            results.append(out.transpose(1, 2))
+            results.append(out.transpose(1, 2).cpu())
         return results
 
     def feed_random(
         self, generator: torch.Generator, batch: int, rows: int, mask: Tensor | None = None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor]]:
         """One forward of random tokens: ((query, key, value), outputs of the layers)."""
-        qkv = random_qkv(generator, batch, rows, heads=self.heads)
+        qkv = random_qkv(generator, batch, rows, self.heads, self.kv_heads)
         return qkv, self.feed(*qkv, mask)
 
 

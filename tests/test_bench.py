@@ -1,17 +1,16 @@
-"""The bench without its GPU: planning, filling, accounting, failing rows, tables and plots."""
+"""The bench without its GPU: planning, filling, accounting, failing rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
+from bench_results import BASE, result_row, results
 from helpers import prompt, tiny_model
 from typer.testing import CliRunner
 
@@ -26,15 +25,9 @@ from oasis_hf.compat import weight_bytes
 from oasis_hf.generation.drafting import PromptLookup
 from oasis_hf.generation.text import Text
 
-EVAL = Path(__file__).parent.parent / "eval"
-sys.path.insert(0, str(EVAL))
-
-import tables  # noqa: E402
-
 runner = importlib.import_module("oasis_hf.bench.run")
 
 DEFAULT = plan(SIZES, ARMS, Choices(), 40)
-BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip", "fetch_cap": 0.05}
 
 
 def size_of(case: Case) -> tuple[int, int]:
@@ -107,7 +100,7 @@ def test_caps_change_nothing_else() -> None:
     found = [case.options for case in plan([(8, 32768)], ["oasis"], choices, 3)]
     assert found == [BASE, *(BASE | {"fetch_cap": cap} for cap in (0.01, None, "auto", 0.0))]
     (only,) = plan(
-        [(8, 32768)], ["oasis"], Choices((512,), ("minmax",), ("skip",), (0.2,), (0,)), 1
+        [(8, 32768)], ["oasis"], Choices((512,), ("minmax",), ("skip",), (0.2,), (False,)), 1
     )
     assert only.base and only.options["fetch_cap"] == 0.2
     with pytest.raises(ValueError, match="fetch_cap: got 7"):
@@ -454,10 +447,10 @@ def test_a_run_keeps_what_the_fetches_cost(monkeypatch: pytest.MonkeyPatch) -> N
         (["--sizes", "1x512"], "more than 512"),
         (["--quick", "--sizes", "1x4096"], "leave one out"),
         (["--caps", "much"], "caps: got 'much', expected none, auto or a share"),
-        (["--caps", "1.5"], "fetch_cap: got 1.5"),
+        (["--caps", "1.5"], "--caps: got 1.5"),
         (
             ["--shape", "./no-such"],
-            "shape: got './no-such', expected one of llama-3.1-8b, qwen3-8b",
+            "--shape: got './no-such', expected a folder with a model",
         ),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
@@ -479,77 +472,6 @@ def test_sizes_and_caps_reach_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [size_of(case) for case in cases if case.base] == [(1, 32768), (8, 131072)]
     found = [case.options["fetch_cap"] for case in cases if case.batch == 8]
     assert found == [0.05, 0.05, 0.01, None, "auto", 0.0]
-
-
-def result_row(batch: int, tokens: int, arm: str = "oasis", **changes: Any) -> dict[str, Any]:
-    """A row as `run_case` makes it, as far as lines, tables and plots read it."""
-    row = {
-        "batch": batch,
-        "tokens": tokens - ROOM,
-        "arm": arm,
-        "options": BASE | changes.pop("options", {}) if arm == "oasis" else {},
-        "ms_p20": 8.0,
-        "ms_p50": 8.5,
-        "ms_p80": 9.0,
-        "tokens_per_second": 1e3 * batch / 8.5,
-        "floor_ms": 4.25,
-        "ratio_to_floor": 2.0,
-        "peak_hbm_bytes": 18_000_000_000,
-        "warm_up_seconds": 1.5,
-    }
-    return row | changes
-
-
-def results() -> dict[str, Any]:
-    """A small record of a run, in the order of a plan."""
-    examined = {"piece": 2048, "prompt_peak_hbm_bytes": 21_000_000_000, "prompt_peak_ratio": 1.2}
-    return {
-        "shape": "llama-3.1-8b",
-        "environment": dict.fromkeys(("gpu", "torch", "triton", "transformers", "command"), "x")
-        | {"date": "2026-12-01T00:00:00+00:00"},
-        "ceilings": {
-            "device_copy": 4.2e12,
-            "link_copy": 55e9,
-            "gather": {"bytes_per_second": 50e9, "beside": 1.1},
-        },
-        "rows": [
-            result_row(1, 131072, **examined),
-            result_row(1, 131072, options={"on_miss": "fetch"}),
-            result_row(1, 131072, options={"budget": 512}),
-            result_row(1, 131072, "dense", ms_p50=85.0, peak_hbm_bytes=34_000_000_000),
-            result_row(1, 131072, "offloaded", ms_p50=4250.0),
-            result_row(1, 131072, options={"compile": True}, ms_p50=6.0),
-            result_row(8, 131072),
-            result_row(8, 32768),
-            {**result_row(8, 32768, "static"), "error": "OutOfMemoryError: no"},
-            result_row(8, 131072, options={"compile": True}, ms_p50=7.0),
-        ],
-        "prompts": [
-            {
-                "prompt": "oasis",
-                "run": "first",
-                "tokens": 131072,
-                "prefill_chunk_size": 8192,
-                "seconds": 30.0,
-                "peak_hbm_bytes": 22_000_000_000,
-            },
-            {
-                "prompt": "dense",
-                "run": "first",
-                "tokens": 131072,
-                "prefill_chunk_size": None,
-                "seconds": 13.0,
-                "peak_hbm_bytes": 50_000_000_000,
-            },
-            {
-                "prompt": "oasis",
-                "run": "again",
-                "tokens": 131072,
-                "prefill_chunk_size": 8192,
-                "error": "MemoryError: no",
-            },
-        ],
-    }
 
 
 def test_lines_say_what_a_row_holds() -> None:
@@ -580,232 +502,3 @@ def test_a_line_of_an_examined_case_has_its_kernels_below() -> None:
         ["500.0", "us", "16.0", "calls", "33.3%", "plan"],
     ]
     assert line(found | {"prompt_error": "MemoryError: no"}).split("\n")[0].endswith("Error: no")
-
-
-# ---- tables and plots --------------------------------------------------------------------------
-
-
-def cells(text: str) -> list[list[str]]:
-    """Rows of the Markdown tables in `text`, headers and rules left out."""
-    rows = [
-        [cell.strip() for cell in row[1:-1].split("|")]
-        for row in text.splitlines()
-        if row.startswith("|")
-    ]
-    return [row for row in rows if row[0] not in ("case", "prompt", "---")]
-
-
-def test_the_table_groups_sizes_and_names_what_differs() -> None:
-    text = tables.bench(results())
-    rows = cells(text)
-    assert [row[:2] for row in rows[:9]] == [
-        ["B1, 128K", "oasis, `keys2bit`, skip"],
-        ["B1, 128K", "oasis, `keys2bit`, fetch"],
-        ["B1, 128K", "oasis, `keys2bit`, skip, budget 512"],
-        ["B1, 128K", "oasis, `keys2bit`, skip, compiled"],
-        ["B1, 128K", "DynamicCache"],
-        ["B1, 128K", "DynamicCache, offloaded"],
-        ["B8, 128K", "oasis, `keys2bit`, skip"],
-        ["B8, 128K", "oasis, `keys2bit`, skip, compiled"],
-        ["B8, 32K", "oasis, `keys2bit`, skip"],
-    ]
-    assert [row[7] for row in rows[:6]] == [
-        *["10.0 x faster"] * 3,
-        "14.2 x faster",
-        "",
-        "50.0 x slower",
-    ]
-    assert [row[9] for row in rows[:2]] == ["21.0 GB", ""]
-    assert rows[9:] == [
-        ["131,072", "oasis, first run", "8,192", "30.0 s", "22.0 GB"],
-        ["131,072", "DynamicCache", "", "13.0 s", "50.0 GB"],
-    ]
-    assert "budget 2,048 unless named" in text and "last 2,048 tokens" in text
-
-
-def lookahead_results() -> dict[str, Any]:
-    """A record with caps, drafts and the step that fetches nothing."""
-    usual: dict[str, Any] = {"drafts": 0, "acceptance": 0.0, "tokens_per_round": 1.0}
-    usual |= {"link_bytes_per_step": 110e6, "link_ms": 2.0}
-    usual["stats"] = {"cap_blocks": 6, "turnover": 0.1, "hit_rate": 0.9}
-
-    def row(batch: int, speed: float, **changes: Any) -> dict[str, Any]:
-        return result_row(batch, 131072, **usual | {"tokens_per_second": speed} | changes)
-
-    none = {
-        "options": {"fetch_cap": 0.0},
-        "stats": usual["stats"] | {"cap_blocks": 0},
-        "ms_p50": 8.0,
-    }
-    drafts = {"drafts": 4, "acceptance": 0.8, "tokens_per_round": 3.4, "ms_p50": 10.0}
-    drafts |= {"accepted_share": 0.6, "tokens_per_round_range": [3.375, 3.4]}
-    looked_up = drafts | {"acceptance": "lookup", "tokens_per_round_range": [1.5, 4.0]}
-    made = results()
-    made["rows"] = [
-        row(8, 900.0),
-        row(8, 2700.0, **drafts),
-        row(8, 880.0, options={"on_miss": "fetch"}),
-        row(8, 890.0, options={"fetch_cap": "auto"}, stats=usual["stats"] | {"cap_blocks": 13}),
-        row(8, 910.0, options={"fetch_cap": 0.01}, stats=usual["stats"] | {"cap_blocks": 1}),
-        row(8, 1000.0, **none | {"link_bytes_per_step": 0.0, "link_ms": 0.0}),
-        row(8, 2500.0, **looked_up | {"options": {"fetch_cap": 0.0}}),
-        row(1, 100.0),
-        result_row(1, 131072, "dense"),
-    ]
-    overlap.compare([row for row in made["rows"] if "link_ms" in row])
-    return made
-
-
-def test_the_table_of_caps_is_in_their_order() -> None:
-    text = tables.bench_caps(lookahead_results())
-    assert cells(text) == [
-        [
-            "B8, 128K",
-            "0, no lookahead",
-            "0",
-            "90.0%",
-            "0.0",
-            "0.00",
-            "8.00",
-            "1,000",
-            "0.00",
-            "1.00",
-        ],
-        ["B8, 128K", "0.01", "1", "90.0%", "110.0", "2.00", "8.50", "910", "0.50", "1.06"],
-        ["B8, 128K", "0.05", "6", "90.0%", "110.0", "2.00", "8.50", "900", "0.50", "1.06"],
-        ["B8, 128K", "auto", "13", "90.0%", "110.0", "2.00", "8.50", "890", "0.50", "1.06"],
-        [
-            *(
-                "B8, 128K",
-                "fetched before attention",
-                "",
-                "90.0%",
-                "110.0",
-                "2.00",
-                "8.50",
-                "880",
-                "0.50",
-            ),
-            "1.06",
-        ],
-        ["B1, 128K", "0.05", "6", "90.0%", "110.0", "2.00", "8.50", "100", "", ""],
-    ]
-
-
-def test_the_table_of_drafts_has_plain_decoding_of_the_same_options_beside() -> None:
-    text = tables.bench_drafts(lookahead_results())
-    assert text.splitlines()[0] == "| case | cap | plain | 4 drafts, 0.8 | 4 drafts, lookup |"
-    assert cells(text) == [
-        ["B8, 128K", "0.05", "900", "2,700 (3.00 x)", ""],
-        ["B8, 128K", "0, no lookahead", "1,000", "", "2,500 (2.50 x)"],
-    ]
-    assert "keeps of a round: 0.8: 3.4; lookup: 3.4." in text
-    shown = line(lookahead_results()["rows"][6])
-    assert "4 drafts at lookup" in shown and "60% accepted, 3.40 tokens a round" in shown
-
-
-def test_tables_are_checked_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "results").mkdir()
-    for name in ("bench-caps", "bench-lookahead"):
-        path = tmp_path / "results" / f"{name}.json"
-        path.write_text(json.dumps(lookahead_results()))
-    page = tmp_path / "README.md"
-    names = ("bench-caps", "bench-drafts")
-    page.write_text("".join(f"<!-- {n}:begin -->\n\n<!-- {n}:end -->\n" for n in names))
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    command = typer.Typer()
-    command.command()(tables.main)
-    for name in names:
-        for option, code in (("--check", 1), ("--write", 0), ("--check", 0)):
-            ran = CliRunner().invoke(command, [name, "--page", str(page), option])
-            assert ran.exit_code == code, ran.output
-
-
-@pytest.mark.parametrize(
-    ("page", "name"),
-    [
-        (page, name)
-        for page in (tables.README, tables.DESIGN)
-        for name in tables.RENDERERS
-        if f"<!-- {name}:begin -->" in page.read_text(encoding="utf-8")
-    ],
-    ids=lambda part: getattr(part, "stem", part),
-)
-def test_the_pages_have_the_tables_of_the_results(page: Path, name: str) -> None:
-    command = typer.Typer()
-    command.command()(tables.main)
-    ran = CliRunner().invoke(command, [name, "--check"])
-    assert ran.exit_code == 0, ran.output
-    assert tables.PAGES.get(name, tables.README) == page
-
-
-def test_the_table_of_older_results_has_no_columns_for_what_they_lack() -> None:
-    made = results()
-    made["rows"] = [result_row(1, 131072), result_row(1, 131072, "dense", ms_p50=17.0)]
-    del made["prompts"]
-    text = tables.bench(made)
-    assert text.splitlines()[0].endswith("| DynamicCache | peak HBM |")
-    assert [row[7] for row in cells(text)] == ["2.0 x faster", ""]
-    assert "unless" not in text and "prompt" not in text
-
-
-@pytest.fixture
-def plots() -> Any:
-    pytest.importorskip("matplotlib")
-    return importlib.import_module("plots")
-
-
-def test_plots_show_one_policy_and_budget(plots: Any) -> None:
-    shown = plots.shown(results())
-    assert list(shown) == [
-        "oasis, keys2bit, skip",
-        "oasis, keys2bit, skip, compiled",
-        "DynamicCache",
-    ]
-    assert plots.sizes_of(shown) == [(1, 130560), (8, 32256), (8, 130560)]
-
-
-def test_bars_are_as_high_as_the_rows_say(plots: Any) -> None:
-    left, right = plots.decoding(results()).axes
-    assert [bar.get_height() for bar in left.patches] == [8.5, 8.5, 8.5, 6.0, 7.0, 85.0]
-    assert [bar.get_height() for bar in right.patches] == [18.0] * 5 + [34.0]
-    assert "ms" in left.get_ylabel() and "GB" in right.get_ylabel()
-    assert [text.get_text() for text in left.texts].count("does not fit") == 2
-    assert [label.get_text() for label in left.get_xticklabels()] == [
-        "B1, 128K",
-        "B8, 32K",
-        "B8, 128K",
-    ]
-
-
-def test_throughput_is_drawn_over_batch(plots: Any) -> None:
-    (axes,) = plots.throughput(results()).axes
-    lines = [list(map(float, drawn.get_xdata())) for drawn in axes.lines]
-    assert [1.0, 8.0] in lines and [8.0] in lines
-    assert "tokens per second" in axes.get_ylabel()
-
-
-def test_needles_have_a_panel_per_context_and_a_line_per_index(plots: Any) -> None:
-    found = [
-        {"context": c, "index": i, "on_miss": m, "budget": b, "hits": b // 64, "of": 16}
-        for c in (4096, 8192)
-        for i in ("keys2bit", "minmax")
-        for m in ("fetch", "skip")
-        for b in (256, 128)
-    ]
-    panels = plots.needles({"cells": found}).axes
-    assert [panel.get_title()[:5] for panel in panels] == ["4,096", "8,192"]
-    for panel in panels:
-        *drawn, dense = panel.lines
-        assert [list(map(float, one.get_ydata())) for one in drawn] == [[2.0, 4.0]] * 2
-        assert list(dense.get_ydata()) == [16, 16]
-
-
-def test_the_same_results_draw_the_same_files(plots: Any, tmp_path: Path) -> None:
-    (tmp_path / "bench.json").write_text(json.dumps(results()))
-    drawn = []
-    for name in ("one", "two"):
-        plots.main(tmp_path, tmp_path / name, "svg")
-        drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
-    assert set(drawn[0]) == {"decoding.svg", "throughput.svg"}
-    assert drawn[0] == drawn[1]

@@ -24,13 +24,17 @@ def borrow(base: OasisCache, **options: Any) -> OasisCache:
     return cache
 
 
+def memory(cache: OasisCache) -> list[int]:
+    """Where the slabs of a cache's first layer are."""
+    return [slab.data_ptr() for slab in cache.offloaded[0].store.slabs]
+
+
 @pytest.mark.parametrize("length", [20, 40, 200])
 def test_borrowers_go_on_as_forks_do(length: int) -> None:
-    """One after the other, at every boundary of groups; nothing that was read is written again."""
+    """One after the other, at every boundary of groups, in the memory of the first."""
     model = tiny_model("llama")
     base = OasisCache(model, index="streaming", on_miss="skip")
     forward(model, prompt(length, 2), base)
-    slabs = [slab.data_ptr() for slab in base.offloaded[0].store.slabs]
     following = prompt(STEPS, 2, seed=9)
     for options in (
         {"budget": 64, "index": "keys2bit", "block_size": 16},
@@ -50,7 +54,7 @@ def test_borrowers_go_on_as_forks_do(length: int) -> None:
                 strict=True,
             ):
                 assert torch.equal(one, other)
-    assert [slab.data_ptr() for slab in base.offloaded[0].store.slabs] == slabs
+        assert memory(borrower) == memory(base) != memory(fork)
 
 
 def test_what_was_read_is_still_there_after_borrowers() -> None:
@@ -95,3 +99,17 @@ def test_blocks_of_another_size_cannot_be_borrowed() -> None:
     forward(model, prompt(200, 2), base)
     with pytest.raises(ValueError, match="in blocks of 16, expected one length and blocks of 4"):
         borrow(base, budget=32)
+
+
+@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
+def test_a_borrower_that_began_in_inference_mode_goes_on_outside_of_it(index: str) -> None:
+    """Tables that are made with a layer's contents are written to by later calls, however made."""
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        base = OasisCache(model, index="streaming", on_miss="skip")
+        forward(model, prompt(200, 2), base)
+        borrower = borrow(base, budget=64, index=index, block_size=16)
+    with torch.no_grad():
+        for token in prompt(STEPS, 2, seed=9).split(1, 1):
+            forward(model, token, borrower)
+    assert borrower.get_seq_length() == 200 + STEPS

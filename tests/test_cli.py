@@ -72,9 +72,9 @@ def test_bench_without_a_gpu_says_what_it_needs(runner: CliRunner) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compile", "maybe"], "compile: got 'maybe'"),
-        (["--arms", "oasis,paged"], "arms: got paged"),
-        (["--budgets", ""], "budgets: got no value"),
+        (["--compile", "maybe"], "--compile: got 'maybe'"),
+        (["--arms", "oasis,paged"], "--arms: got 'paged'"),
+        (["--budgets", ""], "--budgets: got ''"),
         (["--policies", "guess"], "guess"),
     ],
     ids=["compile", "arms", "budgets", "policies"],
@@ -124,9 +124,9 @@ class TestDemo:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--context", "9000"], "8,192 positions"),
-            (["--budget", "1001"], "multiple of block_size"),
-            (["--on-miss", "guess"], "on_miss"),
+            (["--context", "9000"], "expected at most 8,192, the positions"),
+            (["--budget", "0"], "--budget: got 0"),
+            (["--on-miss", "guess"], "--on-miss"),
             (["--question", "Why?"], "--document"),
         ],
         ids=["context", "budget", "on miss", "question alone"],
@@ -135,5 +135,5 @@ class TestDemo:
         self, runner: CliRunner, arguments: list[str], message: str
     ) -> None:
         result = runner.invoke(app, ["demo", *arguments])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert message in result.output

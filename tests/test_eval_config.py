@@ -70,7 +70,7 @@ def test_presets_can_be_run(preset: str) -> None:
         ("tasks: []", "tasks: got none"),
         ("contexts: [12]", "contexts: got 12"),
         ("arms: [keys2bit]", "arms: got 'keys2bit', expected dense, or INDEX/MISS/BUDGET"),
-        ("arms: [keys2bit/fetch/100]", "budget: got 100"),
+        ("arms: [keys2bit/fetch/0]", "budget: got 0"),
         ("arms: [keys3bit/fetch/64]", "got index 'keys3bit'"),
         ("arms: [keys2bit/fetch/64/cap=1]", "got 'cap'"),
         ("arms: ['no.such:Index/fetch/64']", "cannot be imported"),

@@ -12,11 +12,12 @@ pytest.importorskip("datasets")
 
 from eval_helpers import TEXT, character_tokenizer, tiny_model
 
-from oasis_eval import drift
 from oasis_eval.config import ConfigError, EvalConfig, resolve
-from oasis_eval.report import load_run, write_report
-from oasis_eval.run import run
-from oasis_eval.summary import slope
+from oasis_eval.records import load_run
+from oasis_eval.reports.page import write_report
+from oasis_eval.reports.summary import slope
+from oasis_eval.runs import drift
+from oasis_eval.runs.run import run
 
 FULL, LITTLE, OTHER = "keys2bit/fetch/1024", "streaming/fetch/32", "dense/bfloat16"
 STEPS = 32

@@ -1,6 +1,7 @@
 """Another library's answers beside a run: prompts go out, answers come back and are scored."""
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,12 @@ from typer.testing import CliRunner
 
 from oasis_eval.arms import is_peer, named
 from oasis_eval.config import resolve
-from oasis_eval.peers import merge, write_prompts
-from oasis_eval.report import load_run, write_report
-from oasis_eval.run import run
+from oasis_eval.peers import files, press
+from oasis_eval.peers.answers import merge, write_prompts
+from oasis_eval.records import load_run
+from oasis_eval.reports.page import write_report
+from oasis_eval.runs.run import run
 from oasis_hf.cli import app
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
-
-import peers
 
 ARM = "kvpress-snapkv/64"
 Records = list[dict[str, Any]]
@@ -47,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Records]:
     )
     run(config, place / "run", None, (tiny_model(), character_tokenizer()))
     count = write_prompts(place / "run", place / "prompts.jsonl", character_tokenizer())
-    prompts = peers.read_prompts(place / "prompts.jsonl")
+    prompts = press.read_prompts(place / "prompts.jsonl")
     assert count == len(prompts)
     return place / "run", prompts
 
@@ -64,11 +63,11 @@ def folder(made: tuple[Path, Records], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answers(made: tuple[Path, Records], tmp_path: Path) -> Callable[..., Path]:
-    """Writes what eval/peers.py would: the references as answers, or something else."""
+    """Writes what `oasis_eval.peers` would: the references as answers, or something else."""
 
     def write(change: dict[str, Any] | None = None, about: dict[str, Any] | None = None) -> Path:
         records = [
-            {name: prompt[name] for name in peers.SHARED}
+            {name: prompt[name] for name in files.PROMPT}
             | {
                 "arm": ARM,
                 "answers": prompt["references"][0],
@@ -164,9 +163,13 @@ def test_a_run_that_goes_on_leaves_them_alone(folder: Path, answers: Callable[..
         ({"tokens": 7}, None, "got tokens 7 .*write them again from this run"),
         ({"number": 9}, None, "is to niah_single_2 1300 number 9, which the run has not"),
         ({"arm": "snapkv"}, None, "of arm 'snapkv', expected LIBRARY-METHOD/TOKENS"),
-        ({"ids": None}, None, "line 1 has no ids; expected what eval/peers.py writes"),
+        (
+            {"ids": None},
+            None,
+            "line 1 has no ids; expected what `python -m oasis_eval",
+        ),
         (None, {"dtype": "bfloat16"}, "got dtype 'bfloat16' .* expected the run's, 'float32'"),
-        (None, {"model": "other"}, "got model 'other' .* run eval/peers.py with it"),
+        (None, {"model": "other"}, "got model 'other' .* run `python -m oasis_eval.peers` with it"),
     ],
 )
 def test_answers_that_do_not_belong_are_refused(
@@ -197,38 +200,51 @@ def test_report_takes_answers_and_says_what_is_wrong(
     done = runner.invoke(app, ["report", str(folder), "--peers", str(answers())])
     assert done.exit_code == 0 and f"| `{ARM}` |" in done.output
     for words, message in (
-        (["--peers", str(tmp_path)], "holds no answers.jsonl; expected a folder that eval/peers"),
+        (["--peers", str(tmp_path)], "holds no answers.jsonl; expected a folder that `python -m"),
         ([str(folder), "--peers", str(tmp_path)], "second: got"),
         (["--peers", str(tmp_path), "--prompts", str(tmp_path / "x")], "peers: got"),
     ):
         done = runner.invoke(app, ["report", str(folder), *words])
-        assert done.exit_code == 1 and message in done.output
+        assert done.exit_code == 2 and message in " ".join(done.output.split())
 
 
-# ---- the script for the other environment ------------------------------------------------------
+# ---- the side of the other environment ---------------------------------------------------------
+
+
+def test_it_runs_where_neither_the_library_nor_data_sets_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("oasis_eval")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("oasis_hf", "oasis_kernels", "datasets", "evaluate"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", ["peers", "--help"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("oasis_eval.peers", run_name="__main__")
+    assert done.value.code == 0 and "--keep" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("length", "keep"), [(2047, 256), (2047, 2046), (100, 1), (131071, 512)])
 def test_the_ratio_keeps_just_so_many(length: int, keep: int) -> None:
-    assert int(length * (1 - peers.ratio(length, keep))) == keep
+    assert int(length * (1 - press.ratio(length, keep))) == keep
 
 
 def test_nothing_is_evicted_where_all_fits() -> None:
-    assert peers.ratio(500, 512) == 0
+    assert press.ratio(500, 512) == 0
 
 
 @pytest.mark.parametrize(
     ("read", "given", "message"),
     [
-        (peers.press_names, "snap", "--presses: got 'snap', expected some of snapkv"),
-        (peers.press_names, "", "--presses: got ''"),
-        (peers.budgets, "256,x", "--keep: got 'x', expected tokens"),
-        (peers.budgets, "0", "--keep: got '0'"),
-        (peers.read_prompts, Path("nowhere"), "--prompts: got nowhere, expected a file; write"),
+        (press.press_names, "snap", "--presses: got 'snap', expected some of snapkv"),
+        (press.press_names, "", "--presses: got ''"),
+        (press.budgets, "256,x", "--keep: got 'x', expected tokens"),
+        (press.budgets, "0", "--keep: got '0'"),
+        (press.read_prompts, Path("nowhere"), "--prompts: got nowhere, expected a file; write"),
     ],
 )
 def test_choices_that_cannot_be_used(read: Any, given: Any, message: str) -> None:
-    with pytest.raises(peers.InputError, match=message):
+    with pytest.raises(press.InputError, match=message):
         read(given)
 
 
@@ -238,8 +254,8 @@ def test_choices_that_cannot_be_used(read: Any, given: Any, message: str) -> Non
 )
 def test_files_that_hold_no_prompts(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "prompts.jsonl").write_text(text)
-    with pytest.raises(peers.InputError, match=message):
-        peers.read_prompts(tmp_path / "prompts.jsonl")
+    with pytest.raises(press.InputError, match=message):
+        press.read_prompts(tmp_path / "prompts.jsonl")
 
 
 def test_a_cache_that_lost_nothing_answers_as_generate_does() -> None:
@@ -253,6 +269,6 @@ def test_a_cache_that_lost_nothing_answers_as_generate_does() -> None:
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
         model(input_ids=ids[:, :-1], past_key_values=cache)
-        found = peers.decode(model, cache, int(ids[0, -1]), 89, 8, set())
+        found = press.decode(model, cache, int(ids[0, -1]), 89, 8, set())
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert found == expected[0, 90:].tolist()

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from oasis_eval.arms import DENSE, Arm, parse
 from oasis_eval.config import ConfigError, EvalConfig, resolve
-from oasis_eval.prompt import opening, plain
-from oasis_eval.prose import Prose
-from oasis_eval.report import write_report
-from oasis_eval.run import evaluated, identity, run
-from oasis_eval.session import Session, answer
+from oasis_eval.material.prose import Prose
+from oasis_eval.material.texts import read_text
+from oasis_eval.reports.page import write_report
+from oasis_eval.runs.run import evaluated, identity, run
+from oasis_eval.runs.session import Session, answer
 from oasis_eval.tasks import sample
-from oasis_eval.texts import read_text
+from oasis_eval.tasks.prompt import opening, plain
 from oasis_hf import packaged
 from oasis_hf.cli import app
 from oasis_hf.config import OasisConfig
@@ -182,8 +182,8 @@ def test_an_arm_has_its_own_options_and_defaults_for_the_rest(pair: Any, block: 
     options = {"index": "mean", "on_miss": "fetch", "budget": 64, "block_size": block}
     options["fetch_cap"] = 0.05
     assert cache.oasis_config == OasisConfig(**options)
-    borrowed = cache.offloaded[0].store is session.base.offloaded[0].store
-    assert borrowed == (block == 16) and cache.get_seq_length() == 300
+    own, read = (side.offloaded[0].store.slabs[0].data_ptr() for side in (cache, session.base))
+    assert (own == read) == (block == 16) and cache.get_seq_length() == 300
 
 
 def test_an_arm_may_keep_layers_dense(pair: Any, config: EvalConfig) -> None:
@@ -264,8 +264,10 @@ def test_eval_and_report_from_any_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("oasis_eval.run.smollm2", lambda: "tiny")
-    monkeypatch.setattr("oasis_eval.run.load", lambda source: pair)
+    monkeypatch.setattr("oasis_eval.runs.run.smollm2", lambda: "tiny")
+    monkeypatch.setattr("oasis_eval.runs.run.load", lambda source: pair)
+    parts = (pair[0].config, pair[1])
+    monkeypatch.setattr("oasis_hf.cli.checks.model_parts", lambda *args: parts)
     words = ["--tasks", "niah_single_2", "--contexts", "700", "--samples", "1", "--cut", "4"]
     words += ["--text", config.text, "--arms", ORACLE]
     done = runner.invoke(app, ["eval", *words, "--out", "one"], catch_exceptions=False)
@@ -303,7 +305,7 @@ def test_the_tiny_preset_with_the_packaged_model(runner: CliRunner, tmp_path: Pa
 )
 def test_mistakes_are_explained(runner: CliRunner, arguments: list[str], message: str) -> None:
     done = runner.invoke(app, arguments)
-    assert done.exit_code == 1 and message in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 def test_what_is_missing_can_be_installed(

@@ -11,15 +11,15 @@ pytest.importorskip("datasets")
 
 from eval_helpers import TEXT, read_perfectly, word_tokenizer
 
-from oasis_eval.fill import reserved
-from oasis_eval.generation import Generator
+from oasis_eval.material.prose import Prose
 from oasis_eval.metrics import score
-from oasis_eval.prompt import follow_up, opening, plain
-from oasis_eval.prose import Prose
-from oasis_eval.sample import Draft, Scene
 from oasis_eval.tasks import RULER, TASKS, sample
 from oasis_eval.tasks.counting import NOISE
+from oasis_eval.tasks.dataset import Generator
+from oasis_eval.tasks.fill import reserved
 from oasis_eval.tasks.hiding import DEPTHS, hide
+from oasis_eval.tasks.parts import Draft, Scene
+from oasis_eval.tasks.prompt import follow_up, opening, plain
 from oasis_eval.tasks.records import extraction
 
 CONTEXT = 4096

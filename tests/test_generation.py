@@ -284,8 +284,7 @@ def test_rejected_drafts_leave_store_index_and_residents_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     driver.feed_random(generator, 3, 150)
     driver.feed_random(generator, 3, 1)
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     layer = driver.layer
     # A full budget has every block resident, so queries of drafts want none that is not.
     parts = {"store": layer.store, "index": layer.index.arrays, "pool": layer.pool}
@@ -326,8 +325,7 @@ def test_commits_are_counted() -> None:
     driver = Driver(budget=256, max_rows=8)
     generator = torch.Generator().manual_seed(0)
     driver.feed_random(generator, 2, 50)
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     driver.feed_random(generator, 2, 5)
     driver.cache.commit(5, torch.tensor([1, 4]))
     stats = driver.cache.stats()
@@ -509,7 +507,7 @@ def test_every_round_may_be_a_graph() -> None:
         mask, positions = kwargs["attention_mask"], kwargs["position_ids"]
         assert mask.shape == (3, cache.get_seq_length() + rows)
         assert positions.shape == kwargs["input_ids"].shape
-        calls.append((rows, kwargs["logits_to_keep"], cache.is_decode(rows)))
+        calls.append((rows, kwargs["logits_to_keep"], not cache.describe(rows).dense))
 
     # Ours runs before the cache's own hook would mark a prompt as such.
     handle = model.register_forward_pre_hook(record, with_kwargs=True, prepend=True)

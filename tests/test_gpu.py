@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from helpers import (
+    assert_greedy,
     build_model,
     cache_argument,
     dense_cache,
@@ -24,6 +25,7 @@ from helpers import (
     generate,
     left_padded,
     prompt,
+    row_by_row,
 )
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -104,34 +106,13 @@ def test_without_lookahead_nothing_crosses_the_link(model: PreTrainedModel) -> N
         assert stats.bytes_fetched == stats.bytes_filled > 0 and stats.refused > 0
 
 
-def test_two_caches_take_turns_on_one_model(model: PreTrainedModel) -> None:
-    """Graphs of one cache never see the other's tokens."""
-    name = cache_argument(model)
-    prompts = [prompt(300, 1, 3).to("cuda"), prompt(420, 1, 4).to("cuda")]
-    want = [run(model, ids, 40, budget=128) for ids in prompts]
-    caches = [OasisCache(model, budget=128) for _ in prompts]
-    tokens: list[list[int]] = [[], []]
-    with torch.no_grad():
-        last = [
-            model(input_ids=ids, **{name: cache}).logits[:, -1].argmax(-1, keepdim=True)
-            for ids, cache in zip(prompts, caches, strict=True)
-        ]
-        for _ in range(40):
-            for turn, cache in enumerate(caches):
-                tokens[turn].append(int(last[turn]))
-                step = model(input_ids=last[turn], **{name: cache})
-                last[turn] = step.logits[:, -1].argmax(-1, keepdim=True)
-    assert tokens == [row[0].tolist() for row in want]
-
-
 def test_drafts_are_verified_by_graphs(model: PreTrainedModel) -> None:
-    """At full budget assisted decoding gives the plain tokens, through captured verifications."""
+    """At full budget assisted decoding gives greedy tokens, through captured verifications."""
     ids = prompt(400).to("cuda")
-    plain = generate(model, ids, dense_cache(model), 60)
     cache = OasisCache(model, budget=2048)
     draft = draft_model("llama", "bad").to("cuda")
     new = generate(model, ids, cache, 60, assistant_model=draft)
-    assert torch.equal(new, plain)
+    assert_greedy(model, ids, new)
     assert cache.graphs is not None and cache.graphs.summary()["replayed"] > 0
 
 
@@ -139,19 +120,22 @@ def test_drafts_are_verified_by_graphs(model: PreTrainedModel) -> None:
 def test_drafts_of_a_batch_are_verified_by_graphs(model: PreTrainedModel, quality: str) -> None:
     """Rows keep different numbers of drafts, and one graph serves all rounds."""
     ids, mask = on_gpu(*left_padded([0, 37, 130], 400))
-    plain = generate(model, ids, dense_cache(model), 60, attention_mask=mask)
     cache = OasisCache(model, budget=2048)
     draft = model if quality == "good" else draft_model("llama", "bad").to("cuda")
     options = {"attention_mask": mask, "draft": draft, "num_assistant_tokens": 4}
     options["custom_generate"] = oasis_hf.generation.generate
-    assert torch.equal(generate(model, ids, cache, 60, **options), plain)
+    assert_greedy(model, ids, generate(model, ids, cache, 60, **options), mask)
     assert cache.graphs is not None
     summary = cache.graphs.summary()
     assert summary["replayed"] > sum(summary["eager"].values()), summary
 
 
-def test_exact_verification_by_graphs(model: PreTrainedModel) -> None:
-    """Below full budget too: rows in turn, groups taken back into the tail, all inside graphs."""
+def test_exact_verification_by_graphs() -> None:
+    """Below full budget too: rows in turn, groups taken back into the tail, all inside graphs.
+
+    Bit for bit, so the model's own products must not depend on the number of rows.
+    """
+    model = row_by_row(build_model("Llama", WIDE).to("cuda"))
     ids = prompt(400).to("cuda")
     plain = run(model, ids, 100, budget=128)
     draft = draft_model("llama", "bad").to("cuda")
@@ -161,11 +145,10 @@ def test_exact_verification_by_graphs(model: PreTrainedModel) -> None:
 
 
 def test_compiled_steps_are_close(model: PreTrainedModel) -> None:
-    """compile=True: the same tokens in float32, through graphs with compiled layers."""
+    """compile=True: greedy tokens, through graphs with compiled layers."""
     ids = prompt(500).to("cuda")
     torch._dynamo.reset()
-    want = run(model, ids, 60, budget=128)
-    assert torch.equal(run(model, ids, 60, budget=128, compile=True), want)
+    assert_greedy(model, ids, run(model, ids, 60, budget=2048, compile=True))
 
 
 # ---- prompts -----------------------------------------------------------------------------------
@@ -175,9 +158,8 @@ def test_compiled_steps_are_close(model: PreTrainedModel) -> None:
 def test_pieces_of_a_prompt(model: PreTrainedModel, size: int) -> None:
     """Earlier tokens, read back ahead of their use, are those of the whole prompt."""
     ids, mask = on_gpu(*left_padded([0, 37, 120], 700))
-    whole = generate(model, ids, dense_cache(model), 30, attention_mask=mask)
     cache = OasisCache(model, budget=2048, prefill_chunk_size=size)
-    assert torch.equal(generate(model, ids, cache, 30, attention_mask=mask), whole)
+    assert_greedy(model, ids, generate(model, ids, cache, 30, attention_mask=mask), mask)
 
 
 def test_pieces_of_a_prompt_in_16_bits(half: PreTrainedModel) -> None:
@@ -276,18 +258,38 @@ for options in ({}, {"index": "minmax", "on_miss": "skip"}):
         print(generate(model, ids, cache, 24).tolist())
 """
 
+OPERATIONS = """
+import sys
+sys.path.insert(0, "tests")
+from operations import Operations, Player
+for seed, options in enumerate(({}, {"index": "minmax", "on_miss": "skip"}, {"block_size": 4})):
+    chosen = {"on_miss": "fetch", "recent_tokens": 0, "backend": "triton"} | options
+    on = Operations(1 + seed, True, True, device="cuda", **chosen)
+    on.prompt(70, "left", 1)
+    on.decode(2, "none", 2)
+    for change in (lambda: on.repeat(3), lambda: on.select([0]), lambda: on.reset(4)):
+        change()
+        on.prompt(40, "none", 3)
+        on.decode(20, "none", 4)
+        on.check()
+    player = Player(on, seed, most=(4, 4, 3), prompts=(2, 17, 65))
+    for _ in range(12):
+        player.move()
+    print(player.played)
+"""
 
-def script(command: list[str], *arguments: str, **environment: str) -> str:
-    """What `SCRIPT` prints."""
+
+def script(command: list[str], *arguments: str, text: str = SCRIPT, **environment: str) -> str:
+    """What `SCRIPT`, or another text, prints."""
     root = Path(__file__).parent.parent
     path = os.pathsep.join([str(root / "src"), str(root / "kernels" / "torch-ext"), *sys.path])
     done = subprocess.run(
-        [*command, sys.executable, "-c", SCRIPT, *arguments],
+        [*command, sys.executable, "-c", text, *arguments],
         cwd=root,
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=550,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -300,13 +302,15 @@ def test_launch_blocking() -> None:
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-def test_memcheck() -> None:
-    """No kernel of a prompt or a step reads or writes out of bounds, allocations unpooled."""
-    text = script(
+@pytest.mark.parametrize("text", [SCRIPT, OPERATIONS], ids=["generate", "operations"])
+def test_memcheck(text: str) -> None:
+    """No kernel reads or writes out of bounds, allocations unpooled, whatever is done."""
+    found = script(
         ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"],
+        text=text,
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",
     )
-    assert "ERROR SUMMARY: 0 errors" in text
+    assert "ERROR SUMMARY: 0 errors" in found
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -332,12 +336,10 @@ def test_two_gpus(model: PreTrainedModel, tmp_path: Path) -> None:
     importlib.util.find_spec(packaged.PACKAGE) is None, reason=packaged.INSTALL_COMMAND
 )
 def test_a_real_model_gives_the_tokens_of_the_cpu() -> None:
-    """SmolLM2 in float32 over real text, at full budget."""
+    """SmolLM2 in float32 over real text, at full budget: what the CPU finds best, up to ties."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    answers = []
-    for device in ("cpu", "cuda"):
-        llm, tokenizer = packaged.load(packaged.smollm2(), device_map=device, dtype=torch.float32)
-        text = packaged.prose(12_000)
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, :2010].to(device)
-        answers.append(generate(llm, ids, OasisCache(llm, budget=4096), 32).cpu())
-    assert torch.equal(*answers)
+    llm, tokenizer = packaged.load(packaged.smollm2(), device_map="cuda", dtype=torch.float32)
+    ids = tokenizer(packaged.prose(12_000), return_tensors="pt").input_ids[:, :2010]
+    new = generate(llm, ids.to("cuda"), OasisCache(llm, budget=4096), 32).cpu()
+    llm, _ = packaged.load(packaged.smollm2(), device_map="cpu", dtype=torch.float32)
+    assert_greedy(llm, ids, new, rounding=1024)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from engines import DEVICE, Engine, on_engines
 from helpers import (
     SPARSE,
     Driver,
@@ -46,12 +48,16 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def few(**options: Any) -> list[dict[str, Any]]:
+    """One policy, for an engine that is interpreted."""
+    return [options]
+
+
 def talk(driver: Driver, steps: int = 40, batch: int = 2, before: Any = None) -> list[Tensor]:
     """A prompt, decode steps, and verifications with crops; calls `before` ahead of each step."""
     generator, outputs = rng(), []
     outputs += driver.feed_random(generator, batch, 200)[1]
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     for step in range(steps):
         if before is not None:
             before()
@@ -66,34 +72,43 @@ def talk(driver: Driver, steps: int = 40, batch: int = 2, before: Any = None) ->
 # ---- 1: the store loses nothing ------------------------------------------------------------------
 
 
-@policies
-@pytest.mark.parametrize("block", [1, 16], ids=lambda n: f"block {n}")
-def test_every_token_is_kept_bit_for_bit(policy: dict[str, Any], block: int) -> None:
+@on_engines(
+    "policy, block",
+    [(policy, block) for policy in POLICIES.values() for block in (1, 16)],
+    [({"index": "minmax"}, 16)],
+)
+def test_every_token_is_kept_bit_for_bit(
+    engine: Engine, policy: dict[str, Any], block: int
+) -> None:
     """Whatever is attended to, K and V of all tokens can be read back."""
-    driver = Driver(**SPARSE | policy | {"block_size": block})
+    driver = engine.driver(**SPARSE | policy | {"block_size": block})
     generator, keys, values = rng(), [], []
-    steps = 20 if block == 1 else 100
-    for rows in [130, *[1] * steps, 70, *[1] * 10]:
+    steps = engine.pick(20 if block == 1 else 100, 3)
+    for rows in [130, *[1] * steps, 70, *[1] * engine.pick(10, 2)]:
         (_, k, v), _ = driver.feed_random(generator, 2, rows)
         keys.append(k)
         values.append(v)
     k, v, valid = driver.layer.history(driver.layer.lengths.tolist())
     assert valid is None
-    assert torch.equal(k, torch.cat(keys, 2)) and torch.equal(v, torch.cat(values, 2))
+    assert torch.equal(k.cpu(), torch.cat(keys, 2))
+    assert torch.equal(v.cpu(), torch.cat(values, 2))
 
 
 # ---- 2: full budget is dense (in every generate mode: contract/test_generate_modes.py) -----------
 
 
-@policies
-@pytest.mark.parametrize("block", [1, 4, 16, 64], ids=lambda n: f"block {n}")
-def test_full_budget_is_plain_attention(policy: dict[str, Any], block: int) -> None:
+@on_engines(
+    "policy, block",
+    [(policy, block) for policy in POLICIES.values() for block in (1, 4, 16, 64)],
+    [({}, 16), ({"on_miss": "skip"}, 4), ({"index": "minmax", "reduction": "max"}, 64)],
+)
+def test_full_budget_is_plain_attention(engine: Engine, policy: dict[str, Any], block: int) -> None:
     options = {**SPARSE, "budget": 320, "max_rows": 4} | policy
-    driver = Driver(**options | {"block_size": block})
+    driver = engine.driver(**options | {"block_size": block})
     driver.cache.activate_past_recording()
     generator, keys, values = rng(), [], []
-    for rows in (150, 1, 3, 1, 70, 4, 1):
-        (q, k, v), (out,) = driver.feed_random(generator, 3, rows)
+    for rows in engine.pick((150, 1, 3, 1, 70, 4, 1), (150, 3, 70, 1)):
+        (q, k, v), (out,) = driver.feed_random(generator, engine.pick(3, 2), rows)
         keys.append(k)
         values.append(v)
         all_k, all_v = torch.cat(keys, 2), torch.cat(values, 2)
@@ -105,10 +120,14 @@ def test_full_budget_is_plain_attention(policy: dict[str, Any], block: int) -> N
 # ---- 3: offload changes nothing ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", sorted(INDEXES))
-def test_where_blocks_live_changes_no_bit(index: str) -> None:
+@on_engines("index", sorted(INDEXES), ["keys2bit", "minmax8"])
+def test_where_blocks_live_changes_no_bit(engine: Engine, index: str) -> None:
     """For the same chosen set: few slots, many slots, or every block resident all the time."""
-    runs = [talk(Driver(**SPARSE, index=index, head_room=room)) for room in (1, 1.25, 3, 16)]
+    size = engine.pick((40, 2), (4, 1))
+    runs = [
+        talk(engine.driver(**SPARSE, index=index, head_room=room), *size)
+        for room in engine.pick((1, 1.25, 3, 16), (1, 16))
+    ]
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
@@ -122,15 +141,16 @@ def test_head_room_holds_what_it_says() -> None:
     assert roomy.cache.stats().fetched_now == 0
 
 
-@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
-def test_slabs_change_no_bit(index: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_engines("index", ["keys2bit", "minmax"], ["minmax"])
+def test_slabs_change_no_bit(engine: Engine, index: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store in many pieces and a store in one give the same."""
-    many = Driver(**SPARSE, index=index)
-    outputs = talk(many)
+    size = engine.pick((40, 2), (4, 1))
+    many = engine.driver(**SPARSE, index=index)
+    outputs = talk(many, *size)
     assert len(many.layer.store.slabs) > 2
     monkeypatch.setattr("oasis_hf.tiers.host.GROWTH_TOKENS", 4096)
-    one = Driver(**SPARSE, index=index)
-    assert all(torch.equal(a, b) for a, b in zip(outputs, talk(one), strict=True))
+    one = engine.driver(**SPARSE, index=index)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, talk(one, *size), strict=True))
     assert len(one.layer.store.slabs) <= 2
 
 
@@ -141,9 +161,10 @@ def poison(layer: Any) -> int:
     """Fill every place that holds no live data with NaN; returns how many places that were."""
     if not layer.is_initialized:
         return 0
+    layer.engine.join()
     slots = layer.residency.block_of_slot < 0
     slots[..., -1] = True
-    newest = torch.arange(layer.tail.places)
+    newest = torch.arange(layer.tail.places, device=DEVICE)
     last = layer.lengths[:, None] - 1
     position = last - torch.remainder(last - newest, layer.tail.places)
     places = torch.nn.functional.pad(position < layer.committed[:, None], (0, 1), value=True)
@@ -153,27 +174,28 @@ def poison(layer: Any) -> int:
         ring.transpose(1, 2)[places] = float("nan")
     committed = layer.committed // layer.geometry.block
     first = 0
+    layer.store._settle()
     for slab in layer.store.slabs:
         blocks = torch.arange(first, first + slab.shape[2])
         blocks[-1] = 2**30
-        slab.transpose(1, 2)[blocks[None] >= committed[:, None]] = float("nan")
+        slab.transpose(1, 2)[blocks[None] >= committed.cpu()[:, None]] = float("nan")
         first += slab.shape[2] - 1
     per_group = layer.geometry.group // layer.geometry.block
     for array in layer.index.arrays.values():
-        groups = torch.arange(array.shape[2]) * per_group
+        groups = torch.arange(array.shape[2], device=DEVICE) * per_group
         groups[-1] = 2**30
         stale = groups[None] >= committed[:, None]
         array.transpose(1, 2)[stale] = float("nan") if array.is_floating_point() else 255
     return count
 
 
-@policies
-def test_free_places_may_hold_anything(policy: dict[str, Any]) -> None:
+@on_engines("policy", list(POLICIES.values()), few(on_miss="skip"))
+def test_free_places_may_hold_anything(engine: Engine, policy: dict[str, Any]) -> None:
     """NaN in free slots, dead ring places, blocks and groups to come, and every spill."""
-    options = SPARSE | policy | {"head_room": 1.5}
-    clean = talk(Driver(**options))
-    dirty, counts = Driver(**options), []
-    outputs = talk(dirty, before=lambda: counts.append(poison(dirty.layer)))
+    options, size = SPARSE | policy | {"head_room": 1.5}, engine.pick((40, 2), (5, 1))
+    clean = talk(engine.driver(**options), *size)
+    dirty, counts = engine.driver(**options), []
+    outputs = talk(dirty, *size, before=lambda: counts.append(poison(dirty.layer)))
     assert min(counts) > 0
     assert all(torch.equal(a, b) for a, b in zip(clean, outputs, strict=True))
 
@@ -181,29 +203,30 @@ def test_free_places_may_hold_anything(policy: dict[str, Any]) -> None:
 # ---- 5: unverified rows stay in the tail ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
-def test_drafts_leave_no_trace(index: str) -> None:
+@on_engines("index", ["keys2bit", "minmax"], ["minmax"])
+def test_drafts_leave_no_trace(engine: Engine, index: str) -> None:
     """Drafts that are cropped change neither store, index nor resident blocks.
 
     The one run verifies and rejects other drafts at each step, the other none.
     """
     runs = []
     for rejected in (0, 7):
-        driver = Driver(**SPARSE, index=index)
+        driver = engine.driver(**SPARSE, index=index)
         driver.cache.activate_past_recording()
-        generator, noise = rng(), rng(rejected)
-        driver.feed_random(generator, 2, 150)
+        generator, noise, batch = rng(), rng(rejected), engine.pick(2, 1)
+        driver.feed_random(generator, batch, 150)
         driver.cache.crop(0)
-        for _ in range(70):
-            q, k, v = random_qkv(generator, 2, 1)
-            extra = random_qkv(noise, 2, rejected)
+        for _ in range(engine.pick(70, 12)):
+            q, k, v = random_qkv(generator, batch, 1, driver.heads, driver.kv_heads)
+            extra = random_qkv(noise, batch, rejected, driver.heads, driver.kv_heads)
             driver.feed(*(torch.cat(pair, 2) for pair in zip((q, k, v), extra, strict=True)))
             driver.cache.crop(-rejected)
             driver.seen = driver.seen[:, : driver.cache.get_seq_length()]
         runs.append(driver.layer)
     one, other = runs
     committed = int(one.committed[0])
-    assert one.committed.tolist() == other.committed.tolist() and committed >= 192
+    assert one.committed.tolist() == other.committed.tolist()
+    assert committed >= engine.pick(192, 144)
     lengths = one.lengths.tolist()
     for a, b in zip(one.history(lengths)[:2], other.history(lengths)[:2], strict=True):
         assert torch.equal(a, b)
@@ -213,14 +236,13 @@ def test_drafts_leave_no_trace(index: str) -> None:
     assert_pool_matches_store(other)
 
 
-@pytest.mark.parametrize("rows", [2, 8])
-def test_rows_are_not_committed_by_their_own_forward(rows: int) -> None:
-    driver = Driver(**SPARSE)
+@on_engines("rows", [2, 8], [8])
+def test_rows_are_not_committed_by_their_own_forward(engine: Engine, rows: int) -> None:
+    driver = engine.driver(**SPARSE)
     driver.cache.activate_past_recording()
     generator = rng()
     driver.feed_random(generator, 1, 100)
-    driver.cache.first_round = False
-    for _ in range(200 // rows):
+    for _ in range(engine.pick(200, 64) // rows):
         before = driver.layer.lengths.clone()
         driver.feed_random(generator, 1, rows)
         assert bool((driver.layer.committed <= before - SPARSE["recent_tokens"]).all())
@@ -228,13 +250,18 @@ def test_rows_are_not_committed_by_their_own_forward(rows: int) -> None:
     assert driver.layer.committed.tolist() == [int(before - recent) // group * group]
 
 
-@pytest.mark.parametrize("removed", [1, 15, 16, 17, 63, 64, 65, 100, 190, 229, 230])
-@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
-@pytest.mark.parametrize("how", ["decoded", "prompt"])
-def test_crop_reopens_the_last_group(index: str, removed: int, how: str) -> None:
+DEPTHS = (1, 15, 16, 17, 63, 64, 65, 100, 190, 229, 230)
+
+
+@on_engines(
+    "index, removed, how",
+    list(itertools.product(["keys2bit", "minmax"], DEPTHS, ["decoded", "prompt"])),
+    [("keys2bit", 17, "prompt"), ("minmax", 64, "prompt")],
+)
+def test_crop_reopens_the_last_group(engine: Engine, index: str, removed: int, how: str) -> None:
     """After a crop of any depth and other tokens in place, all parts are those of a fresh cache."""
     options = SPARSE | {"index": index, "recent_tokens": 0}
-    driver, generator = Driver(**options), rng()
+    driver, generator = engine.driver(**options), rng()
     pieces = [230] if how == "prompt" else [100, *[1] * 130]
     fed = [driver.feed_random(generator, 1, rows)[0] for rows in pieces]
     kept = [torch.cat(part, 2)[:, :, : 230 - removed] for part in zip(*fed, strict=True)]
@@ -243,11 +270,11 @@ def test_crop_reopens_the_last_group(index: str, removed: int, how: str) -> None
     layer = driver.layer
     assert layer.lengths.tolist() == [230 - removed] and layer.committed <= layer.lengths
     assert not (layer.residency.block_of_slot * layer.geometry.block >= layer.committed).any()
-    fresh = Driver(**options)
+    fresh = engine.driver(**options)
     if removed < 230:
         fresh.feed(*kept)
     for rows in (removed, 1, 1):
-        new = random_qkv(generator, 1, rows)
+        new = random_qkv(generator, 1, rows, driver.heads, driver.kv_heads)
         driver.feed(*new)
         fresh.feed(*new)
     lengths = layer.lengths.tolist()
@@ -261,14 +288,16 @@ def test_crop_reopens_the_last_group(index: str, removed: int, how: str) -> None
 
 def assert_pool_matches_store(layer: Any) -> None:
     """The tables agree with each other, and each resident block with the store."""
+    layer.engine.join()
+    layer.store._settle()
     residency = layer.residency
     slot_of, block_of = residency.slot_of_block[..., :-1], residency.block_of_slot[..., :-1]
     for b, h, slot in (block_of >= 0).nonzero().tolist():
         block = int(block_of[b, h, slot])
         assert slot_of[b, h, block] == slot
         k, v = layer.store.gather(torch.full((block_of.shape[0], block_of.shape[1], 1), block))
-        assert torch.equal(layer.pool.k[b, h, slot], k[b, h, 0])
-        assert torch.equal(layer.pool.v[b, h, slot], v[b, h, 0])
+        assert torch.equal(layer.pool.k[b, h, slot].cpu(), k[b, h, 0])
+        assert torch.equal(layer.pool.v[b, h, slot].cpu(), v[b, h, 0])
     assert int((slot_of >= 0).sum()) == int((block_of >= 0).sum())
 
 
@@ -455,8 +484,7 @@ def read(model: Any, cache: OasisCache, pieces: list[tuple[Tensor, Tensor]]) -> 
         seen = torch.cat([seen, mask], 1)
         outputs.append(forward(model, ids, cache, seen))
         if number == 0:
-            cache.activate_past_recording()
-            cache.first_round = False
+            cache.expect_drafts()
     return outputs
 
 
@@ -490,23 +518,25 @@ def test_left_padded_generation_equals_rows_alone(kind: str, policy: dict[str, A
         assert torch.equal(got[row], want[0])
 
 
-@pytest.mark.parametrize("index", ["keys2bit", "minmax"])
-def test_padding_is_in_no_summary(index: str) -> None:
+@on_engines("index", ["keys2bit", "minmax"], ["keys2bit"])
+def test_padding_is_in_no_summary(engine: Engine, index: str) -> None:
     """Pads hold huge keys; not one of them is stored, indexed or resident."""
-    driver, generator = Driver(**SPARSE, index=index), rng()
-    q, k, v = random_qkv(generator, 2, 200)
+    driver, generator = engine.driver(**SPARSE, index=index), rng()
+    heads, steps = (driver.heads, driver.kv_heads), engine.pick(40, 3)
+    q, k, v = random_qkv(generator, 2, 200, *heads)
     mask = torch.ones(2, 200, dtype=torch.bool)
     mask[0, :90] = mask[1, 50:60] = mask[1, 190:] = False
-    k[~mask[:, None].expand(-1, 2, -1)] = v[~mask[:, None].expand(-1, 2, -1)] = 1e9
+    pads = ~mask[:, None].expand(-1, driver.kv_heads, -1)
+    k[pads] = v[pads] = 1e9
     driver.feed(q, k, v, mask)
-    for _ in range(40):
-        q, k, v = random_qkv(generator, 2, 2)
+    for _ in range(steps):
+        q, k, v = random_qkv(generator, 2, 2, *heads)
         k[0, :, 1] = v[0, :, 1] = 1e9
         driver.feed(q[:, :, :1], k[:, :, :1], v[:, :, :1])
-        driver.cache.activate_past_recording()
-        driver.cache.first_round = False
+        driver.cache.expect_drafts()
         driver.feed(q, k, v, torch.tensor([[True, False], [True, True]]))
-    assert driver.layer.lengths.tolist() == [110 + 80, 180 + 120]
+    assert driver.layer.lengths.tolist() == [110 + 2 * steps, 180 + 3 * steps]
+    driver.layer.engine.join()
     spills = {"tail": 2, "pool": 2, "store": 2, "index": 2}
     for path, tensor in tensors_of(driver.layer).items():
         part = path.split(".")[0]
@@ -549,7 +579,7 @@ def batched_tensors(cache: OasisCache) -> dict[str, Tensor]:
     return {
         path: tensor
         for path, tensor in found.items()
-        if "_rows" not in path and not path.endswith(("clock", "sums"))
+        if "_rows" not in path and "forward." not in path and not path.endswith(("clock", "sums"))
     }
 
 
@@ -599,7 +629,7 @@ def test_crop_touches_every_part(kind: str, removed: int) -> None:
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [held, held]
     assert cache.offloaded[0].lengths.tolist() == mask[:, :held].sum(1).tolist()
     assert torch.equal(cache.ledger.real(), mask[:, :held].bool())
-    cache.first_round = True
+    cache.expect(prompt=True)
     again = forward(model, ids[:, held:], cache, mask)
     real = mask[:, held:].bool()
     assert_close(again[real], first[:, held:][real])

@@ -1,7 +1,6 @@
-"""The needle evaluation: prompts, arms, a run on a tiny model, and the table of the README."""
+"""The study over needles: prompts, arms, and a run on a tiny model; attention held by choices."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,16 @@ from eval_helpers import character_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-FOLDER = Path(__file__).parent.parent / "eval"
-sys.path.insert(0, str(FOLDER))
-
-import arms  # noqa: E402
-import haystack  # noqa: E402
-import mass  # noqa: E402
-import needles  # noqa: E402
-import summary  # noqa: E402
-import tables  # noqa: E402
-import typer  # noqa: E402
+from oasis_eval.arms import DENSE, parse
+from oasis_eval.intervals import wilson
+from oasis_eval.needles import haystack
+from oasis_eval.needles import run as needles
+from oasis_eval.needles.plan import plan
+from oasis_eval.needles.summary import index_bits
+from oasis_eval.runs.replay import replay
+from oasis_eval.runs.session import Session
+from oasis_eval.studies import attention_held
+from oasis_hf.cli import app
 
 TEXT = " ".join(f"Sentence number {n} tells about nothing in particular." for n in range(200))
 
@@ -47,10 +46,8 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def run(app: Any, *words: str) -> Any:
-    command = typer.Typer()
-    command.command()(app)
-    return CliRunner().invoke(command, words, catch_exceptions=False)
+def study(*words: str) -> Any:
+    return CliRunner().invoke(app, ["study", *words], catch_exceptions=False)
 
 
 # ---- prompts -----------------------------------------------------------------------------------
@@ -86,7 +83,7 @@ def test_the_text_that_is_read_does_not_depend_on_the_lead_in(tokenizer: Any) ->
 
 
 def test_thresholds_only_where_the_index_estimates_mass() -> None:
-    names = {arm.name for arm in arms.plan(["keys2bit", "minmax"], ["fetch", "0.01"], [32, 64])}
+    names = {arm.name for arm in plan(["keys2bit", "minmax"], ["fetch", "0.01"], [32, 64])}
     assert names == {
         *(f"keys2bit/{miss}/{budget}" for miss in ("fetch", "0.01") for budget in (32, 64)),
         *(f"minmax/fetch/{budget}" for budget in (32, 64)),
@@ -98,14 +95,14 @@ def test_thresholds_only_where_the_index_estimates_mass() -> None:
     [(16, 16, (0.806, 1.0)), (15, 16, (0.717, 0.989)), (8, 16, (0.280, 0.720)), (0, 0, (0, 1))],
 )
 def test_wilson_intervals(hits: int, total: int, interval: tuple[float, float]) -> None:
-    assert summary.wilson(hits, total) == pytest.approx(interval, abs=1e-3)
+    assert wilson(hits, total) == pytest.approx(interval, abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("index", "bits"), [("keys2bit", 3), ("minmax", 2), ("mean", 1), ("streaming", 0)]
 )
 def test_index_bits(index: str, bits: float) -> None:
-    assert summary.index_bits(index) == bits
+    assert index_bits(index) == bits
 
 
 # ---- a run -------------------------------------------------------------------------------------
@@ -118,6 +115,8 @@ def command(
     """A short run on the tiny model, every answer of which counts as right."""
     monkeypatch.setattr(needles, "smollm2", lambda: "tiny")
     monkeypatch.setattr(needles, "load", lambda source: (model, tokenizer))
+    parts = (model.config, tokenizer)
+    monkeypatch.setattr("oasis_hf.cli.checks.model_parts", lambda *args: parts)
     monkeypatch.setattr(haystack.Needle, "answer", property(lambda needle: ""))
     (tmp_path / "text.txt").write_text(TEXT)
     words = "--contexts 400 --budgets 32 --indexes keys2bit,minmax --policies fetch,0.01"
@@ -126,12 +125,10 @@ def command(
 
 
 def test_a_run_and_its_resumption(command: list[str], tmp_path: Path) -> None:
-    out = run(needles.main, *command).stdout
+    out = study("needles", *command).output
     assert out.count("read") == 2
     report = json.loads((tmp_path / "needles.json").read_text())
-    assert report["dense"] == [
-        {"context": 400, "hits": 3, "of": 3, "interval": list(summary.wilson(3, 3))}
-    ]
+    assert report["dense"] == [{"context": 400, "hits": 3, "of": 3, "interval": list(wilson(3, 3))}]
     assert {(c["index"], c["on_miss"], c["of"]) for c in report["cells"]} == {
         ("keys2bit", "fetch", 3),
         ("keys2bit", "0.01", 3),
@@ -143,81 +140,93 @@ def test_a_run_and_its_resumption(command: list[str], tmp_path: Path) -> None:
 
     log = tmp_path / "needles.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
-    again = run(needles.main, *command, "--resume").stdout
+    again = study("needles", *command, "--resume").output
     assert again.count("read") == 1 and again.count("/fetch/") == 1
     assert json.loads((tmp_path / "needles.json").read_text())["cells"] == report["cells"]
 
 
 def test_dense_and_a_budget_for_everything_answer_alike(model: Any, tokenizer: Any) -> None:
     batch = haystack.Haystack(tokenizer, TEXT, 400, 0).batch(0, 2)
-    last = batch.lead_in[:, -1:]
     with torch.inference_mode():
-        base = arms.read(model, batch)
+        session = Session(model, batch.prompts[:, :-1].tolist(), exact=True)
         dense, sparse = (
-            arms.run_arm(model, tokenizer, base, arm, last, batch.limit, {})
-            for arm in (arms.DENSE, arms.Arm("minmax", "fetch", 512))
+            needles.answered(session, tokenizer, batch, arm, [0, 1])
+            for arm in (DENSE, parse("minmax/fetch/512"))
         )
-    assert dense["answers"] == sparse["answers"]
-    assert sparse["attended"] == batch.tokens + (sparse["steps"] - 1) / 2
+    assert [x["answer"] for x in dense] == [x["answer"] for x in sparse]
+    # From its last token on, a prompt that is attended to as a whole grows by one token a step.
+    assert batch.tokens <= sparse[0]["attended"] < batch.tokens + batch.limit
 
 
-def test_what_was_read_can_be_kept(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    batch = haystack.Haystack(tokenizer, TEXT, 400, 0).batch(0, 2)
+@pytest.mark.parametrize("arm", ["dense", "keys2bit/fetch/32"])
+def test_rows_that_are_kept_answer_as_they_do_alone(model: Any, tokenizer: Any, arm: str) -> None:
+    batch = haystack.Haystack(tokenizer, TEXT, 400, 0).batch(0, 3)
+    ids = batch.prompts[:, :-1].tolist()
     with torch.inference_mode():
-        first, kept = (arms.read(model, batch, tmp_path) for _ in range(2))
-    assert len(list(tmp_path.iterdir())) == 1
-    assert kept.get_seq_length() == first.get_seq_length() == batch.tokens - 1
+        session, alone = Session(model, ids, exact=True), Session(model, [ids[2]], exact=True)
+        session.keep([2, 0])
+        kept = needles.answered(session, tokenizer, batch, parse(arm), [2, 0])
+        own = needles.answered(alone, tokenizer, batch, parse(arm), [2])
+    assert kept[0]["answer"] == own[0]["answer"]
+    assert [record["needle"] for record in kept] == [2, 0]
+
+
+def test_options_of_the_cache_reach_every_arm() -> None:
+    (arm,) = plan(["keys2bit"], ["fetch"], [32], options="block_size=8/head_room=1")
+    assert (arm.options["block_size"], arm.options["head_room"]) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budgets", "12x"], "--budgets: got '12x', expected tokens"),
+        (["--indexes", ""], "--indexes: got ''"),
+        (["--indexes", "best"], "arms: got index 'best', expected one of"),
+        (["--options", "size=8"], "arms: got 'size'"),
+        (["--indexes", "minmax", "--policies", "0.01"], "policies: got 0.01, under which none"),
+        (["--dtype", "int8"], "dtype: got 'int8', expected float32 or bfloat16"),
+        (["--text", "/no/such.txt"], "/no/such.txt"),
+    ],
+)
+def test_choices_that_cannot_be_used_are_named(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    ran = study("needles", *words, "--out", str(tmp_path / "needles.json"))
+    assert ran.exit_code == 2 and message in ran.output
+    assert not list(tmp_path.iterdir())
+
+
+# ---- attention held ----------------------------------------------------------------------------
 
 
 def test_the_mass_that_a_full_budget_holds_is_all(model: Any, tokenizer: Any) -> None:
     ids = tokenizer(TEXT[:300], return_tensors="pt").input_ids
     with torch.inference_mode():
-        layers = mass.capture(model, ids, steps=4)
+        layers = attention_held.capture(model, ids, steps=4)
         full, small = (
-            mass.replay(layers[0], mass.Choice(budget=budget))[0] for budget in (512, 32)
+            replay(layers[0], attention_held.Choice(budget=budget).config).mass.mean().item()
+            for budget in (512, 32)
         )
     assert full == pytest.approx(1, abs=1e-4)
     assert small < full
 
 
-# ---- tables ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    """A summary of made-up answers."""
-    counts = dict.fromkeys(summary.MEANS, 0.125) | {"seconds": 1, "together": 1}
-    samples = [
-        {"context": 400, "arm": {"index": index, "on_miss": miss, "budget": 32}, "hit": hit}
-        for index, miss, hits in [
-            ("dense", "none", [True, True]),
-            ("minmax", "fetch", [False, True]),
-            ("keys2bit", "fetch", [True, True]),
-        ]
-        for hit in hits
-    ]
-    names = "device cpus threads model dtype command commit date python torch transformers"
-    about = dict.fromkeys(names.split(), "x")
-    path = tmp_path / "needles.json"
-    path.write_text(json.dumps(summary.summarise(about, [s | counts for s in samples])))
-    return path
-
-
-def test_the_readme_holds_exactly_the_table(results: Path, tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- needles:begin -->\nold\n<!-- needles:end -->\nafter\n")
-    where = ["needles", "--results", str(results), "--page", str(page)]
-    assert run(tables.main, *where, "--check").exit_code == 1
-    assert run(tables.main, *where, "--write").exit_code == 0
-    assert run(tables.main, *where, "--check").exit_code == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n")
-    assert "| 2-bit keys (`keys2bit`) | fetched | 3 | 2/2 |" in text
-    assert "| min/max of a block (`minmax`) | fetched | 2 | 1/2 |" in text
-
-
-def test_a_page_without_markers_is_an_error(results: Path, tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("no table here")
-    with pytest.raises(ValueError, match="needles:begin"):
-        run(tables.main, "needles", "--results", str(results), "--page", str(page), "--check")
+def test_every_choice_is_measured_and_written(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_held, "smollm2", lambda: "tiny")
+    monkeypatch.setattr(attention_held, "load", lambda source: (model, tokenizer))
+    parts = (model.config, tokenizer)
+    monkeypatch.setattr("oasis_hf.cli.checks.model_parts", lambda *args: parts)
+    out = tmp_path / "mass.json"
+    words = ["--context", "400", "--steps", "2", "--budgets", "32,64", "--indexes", "keys2bit"]
+    ran = study("attention", *words, "--out", str(out))
+    assert ran.exit_code == 0, ran.output
+    rows = json.loads(out.read_text())["choices"]
+    assert {"block_size 16", "on_miss skip", "reduction max"} <= {row["changes"] for row in rows}
+    budgets = {
+        row["changes"]: [r["budget"] for r in rows if r["changes"] == row["changes"]]
+        for row in rows
+    }
+    assert budgets["block_size 16"] == [32, 64] and budgets["sink_tokens 64"] == [64]
+    assert all(0 < row["worst"] <= row["mean"] <= 1 for row in rows)

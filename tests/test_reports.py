@@ -513,8 +513,10 @@ def test_host_memory_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(HostStore, "_zeros", watch)
     model = tiny_model("llama")
     cache = OasisCache(model, **FULL)
-    # 192 tokens in three slabs, each with a spill block; enough for one of the two layers.
-    one_layer = 3 * (64 + 16) * 2 * (16 + 16) * 4
+    # 192 tokens in three slabs, each with a spill block, 192 resident ones in 256 places, and their
+    # index, which are on the host too here; enough for one of the two layers.
+    token = 2 * (16 + 16) * 4
+    one_layer = (3 * (64 + 16) + (256 + 16)) * token + 7 * 2 * (32 * 4 + 2 * 16 * 4)
     monkeypatch.setattr(host, "available_bytes", lambda: int(1.5 * one_layer))
     with pytest.raises(HostMemoryError, match=r"needed .* 2 layers, .* available; use a shorter"):
         forward(model, prompt(180), cache)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-pytest.importorskip("datasets")
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
-
-import train_retrieval as train
-
-from oasis_eval.circuit import lay
-from oasis_eval.recall import CELL, LENGTH, QUERY, Words, draw, skipping, tokenizer
+from oasis_eval.retrieval import train
+from oasis_eval.retrieval.circuit import lay
+from oasis_eval.retrieval.language import CELL, LENGTH, QUERY, Words, draw, skipping, tokenizer
 
 WORDS = Words(40, 30, 20)
 

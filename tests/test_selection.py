@@ -154,8 +154,7 @@ def test_attention_is_over_the_chosen_blocks(index: str, policy: dict[str, Any],
         pytest.skip("this index does not estimate shares of attention")
     driver, generator = Driver(**SPARSE | policy, index=index, head_room=1.25), rng()
     driver.feed_random(generator, 2, 400)
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     for step in range(24):
         (q, _, _), (out,) = driver.feed_random(generator, 2, (1, 1, 3)[step % 3])
         assert_close(out, attend_to(driver, spy.plans[-1], q))

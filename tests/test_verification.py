@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import SPARSE, Driver, random_qkv, tiny_model
+from engines import REFERENCE, TRITON
+from helpers import SPARSE, random_qkv, tiny_model
 
 from oasis_hf import OasisCache
 from oasis_hf.config import OasisConfigError
@@ -16,16 +17,18 @@ def test_the_tail_forgets_rejected_drafts(index: str, backend: str) -> None:
     """Behind each crop: same lengths, tail and outputs as steps that never saw the drafts."""
     if backend == "triton":
         pytest.importorskip("triton")
-    options = SPARSE | {"index": index, "backend": backend}
+    engine = TRITON if backend == "triton" else REFERENCE
+    options = SPARSE | {"index": index}
     generator = torch.Generator().manual_seed(3)
-    drafted, plain = Driver(verification="exact", **options), Driver(**options)
-    first = random_qkv(generator, 1, 232)
+    drafted, plain = engine.driver(verification="exact", **options), engine.driver(**options)
+    heads = drafted.heads, drafted.kv_heads
+    first = random_qkv(generator, 1, 232, *heads)
     drafted.cache.activate_past_recording()
     for driver in (drafted, plain):
         driver.feed(*first)
-    for step in range(30 if backend == "reference" else 5):
+    for step in range(engine.pick(30, 5)):
         rows = 1 + step % 6
-        q, k, v = random_qkv(generator, 1, rows)
+        q, k, v = random_qkv(generator, 1, rows, *heads)
         kept = 1 + (step * 5) % rows
         out = drafted.feed(q, k, v)[0][:, :, :kept]
         drafted.cache.crop(kept - rows)

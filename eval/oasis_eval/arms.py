@@ -88,7 +88,7 @@ def parse(name: str) -> Arm:
     if len(parts) < 3:
         raise ValueError(f"arms: got {name!r}, {FORM}")
     index, miss, budget, *more = parts
-    options: dict[str, Any] = {"index": _index(index), "on_miss": yaml.safe_load(miss)}
+    options: dict[str, Any] = {"index": _index(index), "on_miss": _value(miss, name)}
     options |= {"fetch_cap": DEFAULT_CAP, "block_size": BLOCK}
     for text in (f"budget={budget}", *more):
         key, equals, value = text.partition("=")
@@ -97,7 +97,7 @@ def parse(name: str) -> Arm:
                 f"arms: got {key!r} in {name!r}, expected an option of OasisCache, one of "
                 f"{', '.join(OasisConfig.fields())}"
             )
-        options[key] = yaml.safe_load(value)
+        options[key] = _value(value, name)
     try:
         OasisConfig(**options)
         index_class(options["index"])
@@ -118,5 +118,16 @@ def _index(name: str) -> Any:
         return name
     try:
         return getattr(import_module(module), cls)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        # A module of the user's may fail in any way.
         raise ValueError(f"arms: index {name!r} cannot be imported: {error}") from error
+
+
+def _value(text: str, name: str) -> Any:
+    """The value of an option, as YAML reads it."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"arms: got {text!r} in {name!r}, expected a value such as 512, fetch or null"
+        ) from error

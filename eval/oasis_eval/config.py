@@ -181,7 +181,7 @@ def resolve(
     given = _read(file) if file else {}
     preset = preset or given.pop("preset", None)
     given.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         raise ConfigError(f"preset: got {preset!r}, expected one of {', '.join(PRESETS)}")
     chosen = dict(PRESETS[preset]) if preset else {}
     chosen |= given | {key: value for key, value in (flags or {}).items() if value is not None}
@@ -198,7 +198,7 @@ def resolve(
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"config: {file} cannot be read: {error}") from error
     if not isinstance(found or {}, dict):
         raise ConfigError(f"config: {file} holds no keys with values")
@@ -225,6 +225,6 @@ def _whole(key: str, value: Any) -> int:
     try:
         if isinstance(value, bool) or int(value) != float(value):
             raise ValueError
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ConfigError(f"{key}: got {value!r}, expected a whole number") from None
     return int(value)

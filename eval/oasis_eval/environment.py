@@ -5,12 +5,17 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .material.texts import source_name
 
 PACKAGES = ("oasis-hf", "torch", "transformers", "datasets", "evaluate", "numpy")
 
@@ -31,19 +36,40 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """The commit of the source, marked if files differ from it; "unknown" outside a checkout."""
-    folder = Path(__file__).parent
+def command(valued: Sequence[str] = (), flags: Sequence[str] = ()) -> str:
+    """The command that runs, without what is particular to this machine.
+
+    Args:
+        valued: options that are left out together with their values.
+        flags: options without a value that are left out.
+    """
+    words, given = [], iter(sys.argv[1:])
+    for word in given:
+        if word in valued:
+            next(given, None)
+        elif word not in flags and not word.startswith(tuple(f"{name}=" for name in valued)):
+            words.append(source_name(word) if Path(word).is_absolute() else word)
+    return shlex.join(["oasis-hf", *words])
+
+
+def commit(source: Path = Path(__file__)) -> str:
+    """The commit of the source, marked if files differ from it; "unknown" outside a checkout.
+
+    An installed copy may lie in a checkout of something else, as environments often do: only a
+    repository that tracks the file counts.
+    """
+    tracked = _git(source.parent, "ls-files", "--error-unmatch", source.name)
+    found = _git(source.parent, "describe", "--always", "--dirty", "--exclude=*")
+    return found if tracked and found else "unknown"
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What a git command prints in `folder`; nothing where it fails or there is no git."""
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
     except OSError:
-        return "unknown"
-    return found.stdout.strip() or "unknown"
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _version(package: str) -> str:

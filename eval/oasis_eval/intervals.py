@@ -1,7 +1,8 @@
-"""Bootstrap intervals of means and of paired differences."""
+"""Bootstrap intervals of means and of paired differences; Wilson's of a proportion."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,3 +73,14 @@ def paired(values: Sequence[float], others: Sequence[float]) -> Estimate:
     if len(values) != len(others):
         raise ValueError(f"values: got {len(values)} and {len(others)}, expected pairs")
     return bootstrap([one - other for one, other in zip(values, others, strict=True)])
+
+
+def wilson(hits: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % interval of a proportion (Wilson, 1927), rounded to three places."""
+    if not total:
+        return 0.0, 1.0
+    share, spread = hits / total, z * z / total
+    middle = share + spread / 2
+    half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    low, high = ((end / (1 + spread)) for end in (middle - half, middle + half))
+    return round(low, 3), round(high, 3)

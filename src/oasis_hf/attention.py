@@ -206,18 +206,21 @@ def _attend(
             f"{name}: {key.shape[2]} new K and V for {rows} queries; cross-attention is not "
             "supported"
         )
-    valid = None
+    forward, valid = layer.forward, None
+    assert forward is not None
     if isinstance(attention_mask, OasisMask) and attention_mask.real is not None:
         valid = _rows_of(attention_mask.real, layer, key.shape[2], new)
-        if layer.reads_prompt and attention_mask.all_real(key.shape[2]):
+        # A prompt may wait for the device.
+        if forward.dense and attention_mask.all_real(key.shape[2]):
             valid = None
-    if layer.ledger.frozen:
-        valid = layer.ledger.static
+    if forward.recorded:
+        valid = forward.real
     elif new and layer.leads:
-        layer.ledger.append(valid, query.shape[0], rows, query.device)
+        layer.ledger.append(valid, query.shape[0], rows, query.device, forward.ids)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Autocast may give K, V and the query dtypes of their own: those of the cache stay.
-    q, k, v = in_dtype(layer.stored_dtype or key.dtype, query, key, value)
+    dtype = layer.dtype if layer.is_initialized else key.dtype
+    q, k, v = in_dtype(dtype, query, key, value)
     return layer.attend(q, k, v, valid, scale, new)
 
 
@@ -239,8 +242,9 @@ def _rows_of(real: Tensor, layer: Offloaded, rows: int, new: bool) -> Tensor:
     """Which of the new rows are real tokens, after checking that the mask fits the cache."""
     past = layer.columns if new else layer.columns - rows
     check_width(real, past, rows)
-    if new and layer.leads and not layer.ledger.frozen:
-        layer.ledger.agree(real[:, :past])
+    forward = layer.forward
+    if new and layer.leads and forward is not None and not (forward.agreed or forward.recorded):
+        layer.ledger.follow(real[:, :past])
     return real[:, -rows:]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from . import compat, persistence, rounds
+from . import batch, compat, persistence, rounds
+from .adapters import adapter_state
 from .ambient import kept_steady, uncompiled, without_gradient
 from .attention import NAME
 from .changes import Change, hide, native_state
 from .config import OasisConfig, OasisConfigError
+from .copying import duplicate, refuse_pickle
+from .forward import Drafting, Forward, Hint, Kind, describe
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
-from .index import index_class
+from .index import group_tokens, index_class
 from .layer import OasisLayer
 from .ledger import PaddingLedger
 from .link import Allowance
@@ -93,12 +96,12 @@ class OasisCache(compat.Cache):
         self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
         self._first = next(n for n, x in enumerate(layers) if hasattr(x, "update"))
         self._checkpoint: Checkpoint | None = None
-        self._recording = False
-        self.first_round = False
-        self.prompt_expected = False
-        self.prompt_drafts = 0
-        self._verified = 0
+        self.forward: Forward | None = None
+        self._drafting = Drafting.OFF
+        self._hint: Hint | None = None
         self.torn = False
+        # States of the model's adapters under which prompts were read.
+        self.read_with: set[tuple[Any, ...]] = set()
         self.rounds = self.drafted = self.accepted = 0
         self.hook: ForwardHook | None = None
         self.turn: Turn | None = None
@@ -139,12 +142,10 @@ class OasisCache(compat.Cache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == self._ours[0]:
             self._check_whole()
-            self.begin(key_states.shape[2])
+            self.begin(self.next_forward(key_states.shape[2]))
         layer = self.layers[layer_idx]
-        if isinstance(layer, OasisLayer):
-            return layer.update(key_states, value_states, dense=self._dense, drafts=self._drafts)
-        if isinstance(layer, DenseLayer):
-            return layer.update(key_states, value_states)
+        if isinstance(layer, OasisLayer | DenseLayer):
+            return layer.update(key_states, value_states, forward=self.forward)
         given = key_states, value_states
         k, v = layer.update(key_states.detach(), value_states.detach(), *args, **kwargs)
         if compat.is_sliding(layer):
@@ -176,18 +177,35 @@ class OasisCache(compat.Cache):
             OasisUnsupportedError: the last one broke off; it is undone.
         """
         self.forget_gradients()
-        held = {
-            int(layer.get_seq_length())
-            for layer in self.layers
-            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
-        }
-        if self._checkpoint is not None and held != {self.ledger.columns}:
+        if self._broken:
             self._abandon()
             raise OasisUnsupportedError(
                 "an earlier forward broke off part of the way; its tokens have been taken back, "
                 "call again"
             )
         self._checkpoint = self.checkpoint()
+
+    @property
+    def _broken(self) -> bool:
+        """Whether layers hold different numbers of tokens, after a forward that broke off."""
+        held = {
+            int(layer.get_seq_length())
+            for layer in self.layers
+            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
+        }
+        return self._checkpoint is not None and held != {self.ledger.columns}
+
+    def settle(self) -> None:
+        """Undo what a forward that broke off has left, so that all parts hold the same tokens.
+
+        Raises:
+            OasisUnsupportedError: it cannot be undone in every layer.
+        """
+        if self.hook is not None:
+            self.hook.settle(self)
+        elif self._broken:
+            self._abandon()
+        self._check_whole()
 
     def _abandon(self) -> None:
         """Undo the forward in progress, where no hook does it."""
@@ -236,38 +254,64 @@ class OasisCache(compat.Cache):
                 layer.drop(layer.columns - columns, 0)
         for change in reversed(checkpoint.changes):
             change.undo(self)
-        self._verified = 0
+        self.forward = None
 
-    def is_verification(self, rows: int) -> bool:
-        """Whether the next forward, of `rows` tokens, verifies drafts."""
-        return (
-            self._recording
-            and not self.first_round
-            and not self.prompt_expected
-            and self.ledger.columns > 0
-            and rows <= self.oasis_config.max_rows
+    def next_forward(self, rows: int) -> Forward:
+        """What the forward of `rows` new tokens that comes next is, or the one in progress."""
+        seen, known = self.hook is not None and self.hook.active, self.forward
+        if known is not None and known.rows == rows and (seen or known.recorded):
+            return known
+        return self.describe(rows)
+
+    def describe(self, rows: int, keep: int = 0, **known: Any) -> Forward:
+        """What the next forward is, by what the cache knows and its caller; see `describe`.
+
+        Args:
+            rows: new columns.
+            keep: newest columns whose logits are wanted; 0 if that is not known.
+            **known: fields of the `Forward` that its caller knows.
+        """
+        config = self.oasis_config
+        made = describe(
+            self.ledger.columns,
+            rows,
+            self._drafting,
+            max_rows=config.max_rows,
+            exact=config.verification == "exact",
+            hint=self._hint,
+            keep=keep,
         )
+        return replace(made, **known)
 
-    def is_decode(self, rows: int) -> bool:
-        """Whether the next forward is attended to sparsely rather than as a prompt."""
-        return self.ledger.columns > 0 and (rows == 1 or self.is_verification(rows))
+    def begin(self, forward: Forward) -> None:
+        """Open a forward.
 
-    def begin(self, rows: int) -> None:
-        """Open a forward of `rows` tokens: a prompt, or decoding."""
-        drafts, self.prompt_drafts = self.prompt_drafts, 0
-        if self.oasis_config.verification != "exact":
-            drafts = 0
-        # The last token of a prompt, alone, is a step like any other.
-        step = drafts > 0 and rows - drafts == 1 and self.ledger.columns > 0
-        verify = step or self.is_verification(rows)
-        if self.hook is not None and rows > 1 and not verify:
-            self.hook.notice(self, rows)
-        self._dense = rows > 1 and not verify
-        self._drafts = drafts if self._dense else 0
-        self._verified = rows if verify else 0
-        self.first_round = self.prompt_expected = False
+        Raises:
+            HostMemoryError: its tokens do not fit; no layer has taken any.
+        """
+        if self.hook is not None and forward.dense and forward.rows > 1:
+            self.hook.notice(self, forward.rows)
+        if forward.dense and (model := self.model) is not None:
+            if not self.ledger.columns:
+                self.read_with.clear()
+            self.read_with.add(adapter_state(model))
+        self.forward, self._hint = forward, None
+        if self._drafting is Drafting.ANNOUNCED and not (self.hook and self.hook.feeds_pieces):
+            self._drafting = Drafting.ON
         for layer in self.offloaded[:1]:
             layer.ahead.clear()
+        for layer in self.offloaded:
+            if layer.is_initialized:
+                layer.grow(forward.rows)
+
+    def expect(self, prompt: bool = False, agreed: bool = False) -> None:
+        """Say what is known of the next forward.
+
+        Args:
+            prompt: it is a prompt, however short, where verifications are due.
+            agreed: its mask certainly says of earlier columns what was recorded.
+        """
+        self._hint = Hint(prompt, agreed)
 
     @uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -287,10 +331,26 @@ class OasisCache(compat.Cache):
         A hand-written speculative loop should call it too: calls of several tokens are then
         attended to sparsely, as decoding, rather than densely, as a prompt.
         """
-        self._recording = self.first_round = True
-        for number in self._ours:
-            if isinstance(self.layers[number], OasisLayer):
-                self.layers[number].recording = True
+        self._record(Drafting.ANNOUNCED)
+
+    def expect_drafts(self) -> None:
+        """As `activate_past_recording`, where the prompt has been read: verifications follow."""
+        self._record(Drafting.ON)
+
+    @property
+    def drafts_announced(self) -> bool:
+        """Whether the next forward is a prompt after which drafts come."""
+        return self._drafting is Drafting.ANNOUNCED
+
+    @property
+    def mask_agrees(self) -> bool:
+        """Whether the next forward's mask is known to say what was recorded."""
+        return self._hint is not None and self._hint.agreed
+
+    def _record(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+        for layer in self.offloaded:
+            layer.recording = True
         super().activate_past_recording()
 
     @kept_steady
@@ -324,12 +384,12 @@ class OasisCache(compat.Cache):
         for layer in (self.layers[number] for number in self._ours):
             moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
             layer.drop(-count, moved)
-        if self._verified:
+        forward, self.forward = self.forward, None
+        if forward is not None and forward.kind is Kind.VERIFY:
             self.rounds += 1
-            self.drafted += self._verified - 1
-            # A crop may reach behind what was verified.
-            self.accepted += max(0, self._verified - 1 + count)
-            self._verified = 0
+            self.drafted += forward.rows - 1
+            # A crop may reach further than what was verified.
+            self.accepted += max(0, forward.rows - 1 + count)
 
     @kept_steady
     def commit(
@@ -360,74 +420,62 @@ class OasisCache(compat.Cache):
             columns = self.ledger.columns - rows + (int(kept.max()) if kept.numel() else 0)
         rounds.check(self, rows, kept, offered, columns)
         rounds.commit(self, rows, kept, offered, columns)
-        if self._verified > 1:
+        forward, self.forward = self.forward, None
+        if forward is not None and forward.kind is Kind.VERIFY and forward.rows > 1:
             self.rounds += 1
             self.drafted += int((offered - 1).clamp(min=0).sum())
             self.accepted += int((kept - 1).clamp(min=0).sum())
-        self._verified = 0
 
     @kept_steady
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i], in every part."""
-        self._check_rows(beam_idx, "reorder_cache")
-        self._checkpoint = None
-        self.ledger.map_batch(lambda t: t.index_select(0, beam_idx.to(t.device)))
-        super().reorder_cache(beam_idx)
+        """Row i becomes row beam_idx[i], in every part or in none.
+
+        Raises:
+            ValueError: numbers that are no rows of this cache.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.chosen(held, beam_idx, "beam_idx")
+            self._checkpoint = self.forward = None
+            batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
 
     @kept_steady
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows, in every part."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(
-                f"repeats: got {repeats!r}, expected a whole number of at least 1; nothing was "
-                "changed"
-            )
-        self._checkpoint = None
-        self.ledger.map_batch(lambda t: t.repeat_interleave(repeats, 0))
-        super().batch_repeat_interleave(repeats)
+        """Every row becomes `repeats` rows, in every part or in none.
+
+        Raises:
+            HostMemoryError: the larger batch does not fit; nothing has changed.
+        """
+        if (held := self._rows) is not None:
+            rows = batch.repeated(held, repeats)
+            self._checkpoint = self.forward = None
+            batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     @kept_steady
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices`, in every part."""
-        self._check_rows(indices, "batch_select_indices")
-        self._checkpoint = None
-        self.ledger.map_batch(lambda t: t[indices.to(t.device)])
-        super().batch_select_indices(indices)
-
-    def _check_rows(self, indices: Tensor, operation: str) -> None:
-        """Refuse rows that the cache does not hold, before any part is changed.
+        """Keep rows `indices` (numbers or a bool mask), in every part or in none.
 
         Raises:
-            ValueError: naming the operation.
+            ValueError: indices that do not fit the batch of this cache.
         """
-        batch = next((x.batch_size for x in self.offloaded if x.is_initialized), None)
-        if not isinstance(indices, Tensor) or indices.ndim != 1 or indices.is_floating_point():
-            kind = type(indices).__name__
-            got = f"{indices.dtype} {tuple(indices.shape)}" if kind == "Tensor" else kind
-            raise ValueError(
-                f"{operation}: got {got}, expected a tensor of row numbers, one dimension; nothing "
-                "was changed"
-            )
-        if batch is None:
-            return
-        if indices.dtype == torch.bool:
-            fits = indices.shape[0] == batch and bool(indices.any())
-        else:
-            fits = bool(((indices >= 0) & (indices < batch)).all()) and indices.numel() > 0
-        if not fits:
-            raise ValueError(
-                f"{operation}: got rows {indices.tolist()}, expected some of 0 to {batch - 1}, the "
-                "rows that the cache holds; nothing was changed"
-            )
+        if (held := self._rows) is not None:
+            rows = batch.chosen(held, indices, "indices")
+            self._checkpoint = self.forward = None
+            batch.take_all(self, rows, lambda layer: layer.batch_select_indices(rows))
+
+    @property
+    def _rows(self) -> int | None:
+        """Sequences that the cache holds, or None if it is empty."""
+        sizes = [layer.batch_size for layer in self.offloaded if layer.is_initialized]
+        return sizes[0] if sizes else None
 
     @kept_steady
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""
         self._checkpoint = None
         self.ledger.reset()
-        self._recording = self.first_round = self.prompt_expected = self.torn = False
-        self.prompt_drafts = 0
-        self._verified = self.rounds = self.drafted = self.accepted = 0
+        self.forward, self._drafting, self._hint = None, Drafting.OFF, None
+        self.torn = False
+        self.rounds = self.drafted = self.accepted = 0
         # Transformers' layers would keep zeroed tensors of the old shape.
         native = compat.native_layers(self.model_config)
         for number, layer in enumerate(self.layers):
@@ -452,7 +500,15 @@ class OasisCache(compat.Cache):
 
     @kept_steady
     def save(self, path: str | Path) -> None:
-        """Write the full KV to one safetensors file; see `load`."""
+        """Write the full KV to one safetensors file, which `load` reads for the same model only.
+
+        A file that is there already stays until the new one is complete.
+
+        Raises:
+            OasisUnsupportedError: a layer holds recurrent state, or other adapters are in effect
+                than when prompts were read; nothing is written.
+            FileNotFoundError: there is no such folder.
+        """
         persistence.save(self, path)
 
     @classmethod
@@ -460,8 +516,13 @@ class OasisCache(compat.Cache):
     def load(cls, path: str | Path, model: Any, **options: Any) -> OasisCache:
         """Read a saved cache; `options` override the saved ones, budget and index included.
 
+        The model must be the one that made it: its config (whatever changes no K or V aside), every
+        weight, its dtype, its rotary embedding and the adapters in effect are compared. All of it
+        is checked before anything is built.
+
         Raises:
-            SavedCacheError: the file belongs to another model or format.
+            SavedCacheError: the file belongs to another model or format, naming what differs, or is
+                damaged.
         """
         return persistence.load(cls, path, model, **options)
 
@@ -470,6 +531,24 @@ class OasisCache(compat.Cache):
         """An independent copy, with other options if wanted: read a prompt once, try many."""
         self.forget_gradients()
         return persistence.fork(self, **options)
+
+    @kept_steady
+    def __deepcopy__(self, memo: dict[int, Any]) -> OasisCache:
+        """An independent cache that goes on exactly as this one would; it serves the same model."""
+        return duplicate(self, memo)
+
+    @kept_steady
+    def __copy__(self) -> OasisCache:
+        """The same as a deep copy: two caches that share their parts would corrupt each other."""
+        return duplicate(self, {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            OasisUnsupportedError: always, naming `save`.
+        """
+        raise refuse_pickle(type(self).__name__)
 
     def stats(self) -> CacheStats:
         """What the cache holds and did; waits for the device."""
@@ -496,6 +575,7 @@ def _config(options: dict[str, Any]) -> OasisConfig:
         )
     config = OasisConfig(**options)
     index = index_class(config.index)
+    group_tokens(index, config.block_tokens)
     if not isinstance(config.on_miss, str) and (
         not index.estimates_mass or config.reduction != "mean"
     ):

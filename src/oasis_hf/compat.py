@@ -140,6 +140,28 @@ def _classes(module: ModuleType) -> list[type]:
     return [x for x in members if isinstance(x, type) and x.__module__ == module.__name__]
 
 
+def asks_for_more(config: PreTrainedConfig) -> bool:
+    """Whether a config has every forward return more than logits and the cache, or no names."""
+    names = ("output_hidden_states", "output_attentions", "output_router_logits")
+    configs = (config, text_config(config))
+    return any(
+        any(getattr(x, name, False) for name in names) or not getattr(x, "return_dict", True)
+        for x in configs
+    )
+
+
+def follows_length(config: PreTrainedConfig) -> bool:
+    """Whether a model's rotary embedding is chosen anew for the positions of each forward.
+
+    Transformers reads these on the host, so such a forward cannot be captured as a graph.
+    """
+    rope = getattr(text_config(config), "rope_parameters", None) or {}
+    # One for all layers, or one for each type of layer.
+    found = [rope, *(x for x in rope.values() if isinstance(x, Mapping))]
+    kinds = [str(x.get("rope_type", "")) for x in found]
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
 def weight_bytes(model: torch.nn.Module) -> dict[torch.device, int]:
     """Bytes of weights that a decode step reads, by device.
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .geometry import capped_blocks
+from .geometry import budgeted_blocks, capped_blocks
 
 INDEX_NAMES = ("keys2bit", "minmax", "minmax8", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
@@ -28,7 +28,9 @@ class OasisConfig:
     """Choices of a cache. All token counts are per KV head.
 
     Attributes:
-        budget: tokens attended to besides the tail; a multiple of the block size.
+        budget: tokens attended to besides the tail, rounded up to whole blocks (`budget_tokens`);
+            None for all of them: exact attention. Whatever it is, memory and time follow the
+            context where that is shorter.
         block_size: tokens per block, the unit of choosing and moving; a power of two. "auto" is 16,
             or where the index is "keys2bit" and on_miss "fetch", as fine as makes 64 blocks of the
             budget, 4 at the least: finer blocks hold more of the attention at the same budget, of
@@ -60,7 +62,7 @@ class OasisConfig:
             tens of seconds once, and rounds differently.
     """
 
-    budget: int = 2048
+    budget: int | None = 2048
     block_size: int | str = "auto"
     head_room: float = 2.0
     sink_tokens: int = 16
@@ -89,8 +91,13 @@ class OasisConfig:
     def _check_counts(self) -> None:
         for name in ("budget", "sink_tokens", "recent_tokens", "max_rows"):
             value = getattr(self, name)
+            if name == "budget" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise OasisConfigError(f"{name}: got {value!r}, expected a whole number of tokens")
+                every = ", or None for all" if name == "budget" else ""
+                raise OasisConfigError(
+                    f"{name}: got {value!r}, expected a whole number of tokens{every}"
+                )
         given = self.block_size
         number = isinstance(given, int) and not isinstance(given, bool)
         power = isinstance(given, int) and given >= 1 and not given & (given - 1)
@@ -99,21 +106,16 @@ class OasisConfig:
                 f"block_size: got {given!r}, expected 'auto' or a power of two such as 16; smaller "
                 "blocks choose finer and transfer less efficiently"
             )
-        size = self.block_tokens
-        if self.budget < size:
+        if self.budget is not None and self.budget < 1:
             raise OasisConfigError(
-                f"budget: got {self.budget} tokens, expected at least one block of {size}; raise "
-                "budget or lower block_size"
+                f"budget: got {self.budget}, expected at least 1 token (it is rounded up to whole "
+                "blocks), or None for all of them"
             )
-        if self.budget % size:
-            low = self.budget // size * size
+        most = self.budget_tokens
+        if self.sink_tokens < 0 or (most is not None and self.sink_tokens > most):
             raise OasisConfigError(
-                f"budget: got {self.budget}, expected a multiple of block_size {size}; use {low} "
-                f"or {low + size}"
-            )
-        if not 0 <= self.sink_tokens <= self.budget:
-            raise OasisConfigError(
-                f"sink_tokens: got {self.sink_tokens}, expected 0 to budget ({self.budget})"
+                f"sink_tokens: got {self.sink_tokens}, expected 0 to budget "
+                f"({'all' if most is None else most})"
             )
         if self.recent_tokens < 0:
             raise OasisConfigError(f"recent_tokens: got {self.recent_tokens}, expected 0 or more")
@@ -191,6 +193,12 @@ class OasisConfig:
                     f"dense_layers: got {self.dense_layers!r}, expected layer numbers like (0, 1)"
                 )
 
+    def __repr__(self) -> str:
+        values = {name: repr(getattr(self, name)) for name in self.fields()}
+        if self.budget != self.budget_tokens:
+            values["budget"] += f" ({self.budget_tokens} in blocks of {self.block_tokens})"
+        return f"{type(self).__name__}({', '.join(f'{n}={v}' for n, v in values.items())})"
+
     @property
     def block_tokens(self) -> int:
         """Tokens per block: `block_size`, or what "auto" comes to."""
@@ -198,13 +206,20 @@ class OasisConfig:
             return self.block_size
         if getattr(self.index, "name", self.index) != "keys2bit" or self.on_miss != "fetch":
             return BLOCK
+        if self.budget is None:
+            return BLOCK
         size = max(1, self.budget // FINE_BLOCKS)
         return min(BLOCK, max(FINEST_BLOCK, 1 << size.bit_length() - 1))
 
     @property
     def budget_blocks(self) -> int:
-        """K, blocks attended to per KV head."""
-        return self.budget // self.block_tokens
+        """K, blocks attended to per KV head; more than any context has for a budget of None."""
+        return budgeted_blocks(self.budget, self.block_tokens)
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """The budget in whole blocks, which is what a step attends to; None for all tokens."""
+        return None if self.budget is None else self.budget_blocks * self.block_tokens
 
     @property
     def cap_blocks(self) -> int:

@@ -25,11 +25,6 @@ class ByColumn(LayerStorage):
     is_initialized: bool
 
     @property
-    def stored_dtype(self) -> torch.dtype | None:
-        """Dtype of the K and V held, or None before the first."""
-        return self.dtype if self.is_initialized else None
-
-    @property
     def keys(self) -> Tensor | None:
         """All K `[B, H, L, D]`, padding as zeros; None before the first forward.
 

@@ -69,6 +69,19 @@ class Engine(ABC):
     def fit(self) -> None:  # noqa: B027 - most engines keep nothing between steps
         """Build whatever has the shape of the storage anew: the storage has changed."""
 
+    def _all_blocks(self, tail_mask: Tensor) -> Tensor:
+        """Score `[B, H, N]` of a step that chooses every block; rows of padding want none.
+
+        Args:
+            tail_mask: `[B, T, R]` what each row sees of the tail; a real row sees at least itself.
+        """
+        s = self.s
+        number = torch.arange(s.holds, device=s.device)
+        live = number[None] < (s.committed // s.geometry.block)[:, None]
+        live = live & tail_mask.flatten(1).any(1, keepdim=True)
+        score = torch.where(live, float("inf"), float("-inf"))
+        return score[:, None].expand(-1, s.geometry.kv_heads, -1)
+
     def join(self) -> None:  # noqa: B027 - most engines run nothing beside the current stream
         """Make the current stream wait for what still runs beside it."""
 
@@ -101,7 +114,7 @@ class ReferenceEngine(Engine):
         blocks = s.committed[:, None] // g.block + offset
         s.store.write(blocks, blocks_k, blocks_v, full)
         s.index.write(s.committed // g.group, k, full)
-        kept = min(per_group, g.slots)
+        kept = min(per_group, s.residency.slots)
         slots = s.residency.admit(blocks[:, -kept:], full)
         s.pool.write(slots, blocks_k[:, :, -kept:], blocks_v[:, :, -kept:])
         s.committed += torch.where(full, g.group, 0)
@@ -113,10 +126,11 @@ class ReferenceEngine(Engine):
         mask = s.tail.mask(s.lengths, s.committed, positions)
         score = self._score(query.float() * scaling, mask)
         if s.cold:
-            plan = s.residency.step(self._fill_score(score), s.geometry.slots, float("-inf"), 0)
+            plan = s.residency.step(self._fill_score(score), s.residency.slots, float("-inf"), 0)
             self._fetch(plan.ids, plan.now)
             s.counters.fill(plan)
-        plan = s.residency.step(score, s.geometry.budget_blocks, config.now_above, cap)
+        # No graph bakes this size in, so it follows the context closely.
+        plan = s.residency.step(score, min(s.wanted, s.holds), config.now_above, cap)
         if config.on_miss != "skip":
             self._fetch(plan.ids, plan.now)
         out = s.ops.sparse_attention(
@@ -138,6 +152,8 @@ class ReferenceEngine(Engine):
     def _score(self, query: Tensor, tail_mask: Tensor) -> Tensor:
         """Score of every block for query rows `[B, H, G, T, D]`, sinks first: `[B, H, N]`."""
         s, block = self.s, self.s.geometry.block
+        if s.covers:
+            return self._all_blocks(tail_mask)
         rest = s.ops.tail_logsumexp(query, s.tail.k, tail_mask)
         committed = s.committed // block
         score = s.index.score(query.flatten(2, 3), committed, rest)
@@ -178,7 +194,7 @@ class TritonEngine(Engine):
         s, g = self.s, self.s.geometry
         # A gather may still read the old plan.
         self.beside.join()
-        self.plan = self.k.Plan(s.batch_size * g.kv_heads, g.budget_blocks, s.device)
+        self.plan = self.k.Plan(s.batch_size * g.kv_heads, s.wanted, s.device)
         self.moved = torch.zeros(s.batch_size, dtype=torch.int32, device=s.device)
 
     @property
@@ -190,6 +206,7 @@ class TritonEngine(Engine):
         """As in `Engine`."""
         s, g = self.s, self.s.geometry
         self.join()
+        self._fit()
         rows = key.shape[2]
         positions = torch.empty(s.batch_size, rows, dtype=torch.long, device=s.device)
         valid = None if valid is None else valid.contiguous()
@@ -228,6 +245,12 @@ class TritonEngine(Engine):
         )
         return positions
 
+    def _fit(self) -> None:
+        """Give the plan the size of this step's choice, which grows with the context."""
+        shape = (self.s.batch_size * self.s.geometry.kv_heads, self.s.wanted)
+        if tuple(self.plan.attended.shape) != shape:
+            self.plan = self.k.Plan(*shape, self.s.device)
+
     def _index_moved(self) -> None:
         """Index the groups that leave the tail, for an index that has no kernel."""
         s, g = self.s, self.s.geometry
@@ -245,13 +268,13 @@ class TritonEngine(Engine):
         positions = positions.contiguous()
         scores = self._scores(rows, positions, scaling)
         if s.cold:
-            fill = self.k.Plan(rows.shape[0] * rows.shape[1], s.geometry.slots, s.device)
-            self._choose(scores, fill, s.geometry.slots, 0, float("-inf"), True)
+            fill = self.k.Plan(rows.shape[0] * rows.shape[1], s.residency.slots, s.device)
+            self._choose(scores, fill, s.residency.slots, 0, float("-inf"), True)
             self._gather(fill, 0)
         self._choose(
             scores,
             self.plan,
-            s.geometry.budget_blocks,
+            s.wanted,
             cap,
             s.config.now_above,
             False,
@@ -269,8 +292,11 @@ class TritonEngine(Engine):
             scaling,
         )
         if cap:
-            with self.beside.run():
-                self._gather(self.plan, 1)
+            # The memory must not be given to others before the transfer ends, whoever drops it.
+            plan, pool, table = self.plan, s.pool, s.store.table
+            assert table is not None
+            with self.beside.run(plan.lists[1], plan.counts, table, pool.k, pool.v):
+                self._gather(plan, 1)
         return out.unflatten(2, query.shape[2:4])
 
     def _scores(self, rows: Tensor, positions: Tensor, scaling: float) -> Any:
@@ -287,7 +313,7 @@ class TritonEngine(Engine):
             coarse = k.bounds(
                 rows, low, step, s.committed, positions, scaling, g.group, groups, True
             )
-            wanted = ceil_div(candidate_tokens(s.config.budget), g.group)
+            wanted = ceil_div(candidate_tokens(g.budget_blocks * g.block), g.group)
             chosen = k.candidates(coarse, s.committed, min(wanted, groups), g.kv_heads, g.group)
             return k.keys2bit(
                 rows,
@@ -301,6 +327,8 @@ class TritonEngine(Engine):
                 g.block,
             )
         mask = s.tail.mask(s.lengths, s.committed, positions)
+        if s.covers:
+            return k.given(self._all_blocks(mask), positions)
         scaled = rows.float() * scaling
         rest = s.ops.tail_logsumexp(scaled.unflatten(2, (-1, positions.shape[1])), s.tail.k, mask)
         return k.given(s.index.score(scaled, s.committed // g.block, rest), positions)

@@ -4,27 +4,36 @@ An eager decode step of a large model is bound by the host that launches some fo
 Every decision of a step is made on the device, with fixed shapes, so the step of all layers can be
 captured around the model's own forward, once per number of rows, and replayed.
 
-A graph bakes in addresses and shapes, nothing else: token ids, positions and padding are copied
-into buffers; lengths and choices live on the device. When the cache's capacity grows, its tables
-move, and the graphs are captured again; so they are when a step may fetch more or fewer blocks.
+A graph bakes in addresses, shapes and what the model's own code took from Python: token ids,
+positions and padding are copied into buffers; lengths and choices live on the device. Addresses and
+object ids are given again to others, so no graph is known by them: every change of a layer's
+storage, such as a growth of its capacity or a batch operation, takes a new epoch, and the graphs
+are captured again. So they are when a step may fetch more or fewer blocks, under another autocast,
+and when the model is no longer what it was (`watch`).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .ambient import autocast_devices, steady, uncompiled
-from .compat import CACHE_KWARGS, cache_of
+from .compat import CACHE_KWARGS, asks_for_more, cache_of, follows_length
+from .copying import as_original
 from .engine import TritonEngine
+from .forward import Forward
 from .fused import FusedLayers
 from .native import DenseLayer
-from .wrappers import AdapterState, is_compiled
+from .streams import whole_device
+from .watch import ModelWatch
+from .wrappers import is_compiled
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -42,62 +51,94 @@ PLAIN = (
 """Arguments that a captured forward may be called with."""
 
 
+_registry = threading.RLock()
+"""Held while a model's forward is replaced or put back."""
+
+
 class Dispatcher:
-    """Stands in front of one model's forward; keeps its signature."""
+    """Stands in front of one model's forward; keeps its signature.
+
+    Of several threads that use the model, one at a time runs a forward with a cache: a capture must
+    not meet another's work, and while layers are compiled they are replaced for all.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._original = model.forward
         self._was_instance = "forward" in model.__dict__
         self._graphs: weakref.WeakKeyDictionary[Any, StepGraphs] = weakref.WeakKeyDictionary()
+        self._turn = threading.RLock()
+        # The signature too: Transformers asks for it.
+        functools.update_wrapper(self, self._original)
+        model.forward = self
 
-        @functools.wraps(self._original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            graphs = self._graphs.get(cache_of(kwargs)) if not args else None
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        cache = cache_of(kwargs)
+        if cache is None:
+            return self._original(*args, **kwargs)
+        with self._turn:
+            graphs = self._graphs.get(cache) if not args else None
             if graphs is None:
                 return self._original(*args, **kwargs)
             return graphs(self._original, kwargs)
 
-        self.forward = model.forward = uncompiled(forward)
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: it runs its own forward on its own weights."""
+        return as_original(self._original)
 
     @classmethod
     def add(cls, model: torch.nn.Module, cache: OasisCache) -> StepGraphs:
         """Serve `cache` too; however many caches, the model's forward is replaced once."""
-        dispatcher = getattr(model.forward, "_oasis", None)
-        if dispatcher is None:
-            dispatcher = cls(model)
-            dispatcher.forward._oasis = dispatcher  # type: ignore[attr-defined]
-        graphs = StepGraphs(cache, model, dispatcher)
-        dispatcher._graphs[cache] = graphs
-        weakref.finalize(cache, dispatcher.drop_if_idle)
-        return graphs
+        with _registry:
+            dispatcher = model.__dict__.get("forward")
+            if not isinstance(dispatcher, cls):
+                dispatcher = cls(model)
+            graphs = StepGraphs(cache, model, dispatcher)
+            dispatcher._graphs[cache] = graphs
+            weakref.finalize(cache, dispatcher.drop_if_idle)
+            return graphs
 
     def forget(self) -> None:
         """Have all caches capture anew: the model's weights are at other addresses."""
-        for graphs in self._graphs.values():
+        for graphs in list(self._graphs.values()):
             graphs.forget()
 
     def drop_if_idle(self) -> None:
         """Put the model's own forward back once no cache is left."""
-        model = self._model()
-        # A weak dictionary still counts what is about to leave it.
-        served = any(True for _ in self._graphs)
-        if model is None or served or model.__dict__.get("forward") is not self.forward:
-            return
-        if self._was_instance:
-            model.forward = self._original
-        else:
-            del model.forward
+        with _registry:
+            model = self._model()
+            # A weak dictionary still counts what is about to leave it.
+            if model is None or any(True for _ in self._graphs):
+                return
+            if model.__dict__.get("forward") is not self:
+                return
+            if self._was_instance:
+                model.forward = self._original
+            else:
+                del model.forward
 
 
 class _Entry:
-    """One captured step."""
+    """One kind of step: its inputs' memory, and its graph once it is captured."""
 
     def __init__(self, ids: Tensor, positions: Tensor, valid: Tensor | None) -> None:
-        self.ids, self.positions, self.valid = ids.clone(), positions.clone(), valid
-        self.graph = torch.cuda.CUDAGraph()
+        # Later steps write here, in inference mode or out of it.
+        with torch.inference_mode(False):
+            self.ids, self.positions = ids.clone(), positions.clone()
+            self.valid = None if valid is None else valid.clone()
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: dict[str, Tensor] = {}
         self.kind: type | None = None
+        self.cache_field: str | None = None
+
+    def fill(self, ids: Tensor, positions: Tensor, valid: Tensor | None) -> None:
+        """Take the inputs of another step of this kind."""
+        self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        if self.valid is not None and valid is not None:
+            self.valid.copy_(valid)
 
 
 class StepGraphs:
@@ -113,10 +154,10 @@ class StepGraphs:
     def __init__(self, cache: OasisCache, model: torch.nn.Module, dispatcher: Dispatcher) -> None:
         self._cache, self._model = weakref.ref(cache), weakref.ref(model)
         self._dispatcher = dispatcher
-        self._adapters = AdapterState(model)
+        self._watch = ModelWatch(model)
         self._fused: FusedLayers | None = None
+        self._follows_length: bool | None = None
         self._entries: dict[tuple[Any, ...], _Entry] = {}
-        self._warm: set[tuple[Any, ...]] = set()
         self._pool: Any = None
         self.captured = self.replayed = 0
         self.eager: dict[str, int] = {}
@@ -131,15 +172,26 @@ class StepGraphs:
         }
 
     def forget(self) -> None:
-        """Drop what was captured."""
+        """Drop what was captured, and what was made of the model's weights."""
         self._entries.clear()
+        self._fused = self._follows_length = None
+        self._watch.forget()
+
+    def _look(self, thoroughly: bool) -> None:
+        """Forget everything if the model is another than before."""
+        if self._watch.changed(thoroughly):
+            self.forget()
+            self._watch.look()
 
     def __call__(self, forward: Any, kwargs: dict[str, Any]) -> Any:
         """Run one forward of the model, by a graph where possible."""
         cache = self._cache()
         assert cache is not None
         ids = kwargs.get("input_ids")
-        if not isinstance(ids, Tensor) or not cache.is_decode(ids.shape[1]):
+        if not isinstance(ids, Tensor) or cache.next_forward(ids.shape[1]).dense:
+            if self._entries:
+                # A prompt takes long enough to look at the whole model.
+                self._look(thoroughly=True)
             return forward(**kwargs)
         reason = self._obstacle(cache, ids, kwargs)
         if reason is not None:
@@ -150,46 +202,57 @@ class StepGraphs:
 
     def _step(self, cache: OasisCache, forward: Any, kwargs: dict[str, Any], ids: Tensor) -> Any:
         """Serve a step by a graph, after an eager one of its kind."""
-        mask = kwargs.get("attention_mask")
-        key = self._key(cache, ids, mask, kwargs)
-        if key not in self._warm:
-            self._warm.add(key)
+        self._look(thoroughly=False)
+        mask, rows = kwargs.get("attention_mask"), ids.shape[1]
+        positions = self._positions(cache, ids, kwargs)
+        key = self._key(cache, ids, positions, mask, kwargs)
+        valid = None if mask is None else mask[:, -rows:].bool()
+        coming, entry = cache.next_forward(rows), self._entries.get(key)
+        # What an eager step left running alongside, a graph knows nothing of.
+        for layer in cache.offloaded:
+            layer.engine.join()
+        cache.ledger.append(valid, ids.shape[0], rows, ids.device, coming.ids)
+        if entry is None:
+            # As the capture will call it: what is compiled now is not compiled again then.
+            entry = _Entry(ids, positions, valid)
             self.eager["warm-up"] = self.eager.get("warm-up", 0) + 1
             with self._compiling(cache):
-                return forward(**kwargs)
-        entry = self._entries.get(key)
-        rows = ids.shape[1]
-        positions = self._positions(cache, ids, kwargs)
-        valid = None if mask is None else mask[:, -rows:].bool()
-        cache.ledger.append(valid, ids.shape[0], rows, ids.device)
-        if entry is None:
-            entry = self._capture(cache, forward, kwargs, ids, positions, valid)
+                output = self._call(cache, forward, kwargs, entry, coming)
             self._entries = {key: entry} | {
                 k: e for k, e in self._entries.items() if k[0] == key[0]
             }
+            return output
+        entry.fill(ids, positions, valid)
+        if entry.graph is None:
+            entry.graph = self._capture(cache, forward, kwargs, entry, coming)
         else:
-            entry.ids.copy_(ids)
-            entry.positions.copy_(positions)
-            if entry.valid is not None and valid is not None:
-                entry.valid.copy_(valid)
-            cache.begin(rows)
+            cache.begin(coming)
             for layer in cache.offloaded:
                 layer.advanced(rows)
         entry.graph.replay()
         self.replayed += 1
         outputs = {name: tensor.clone() for name, tensor in entry.outputs.items()}
         assert entry.kind is not None
-        return entry.kind(**outputs, **{self._cache_field: cache})
+        return entry.kind(**outputs, **({name: cache} if (name := entry.cache_field) else {}))
 
     def _key(
-        self, cache: OasisCache, ids: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+        self,
+        cache: OasisCache,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
-        first = cache.offloaded[0]
-        state = (id(first.store), first.store.blocks, first.tail.k.data_ptr())
-        rows = ids.shape[1]
-        baked = (first.scanned_after(rows), first.cap_after(rows).blocks)
-        call = tuple(ids.shape), mask is None, kwargs.get("logits_to_keep", 0)
-        return state, baked, *call, self._adapters()
+        """What a graph is known by; first of all the storage of every layer."""
+        first, rows = cache.offloaded[0], ids.shape[1]
+        kind = ids.device.type
+        ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return (
+            tuple(layer.epoch for layer in cache.offloaded),
+            (first.scanned_after(rows), first.cap_after(rows).blocks),
+            (ids.shape, ids.dtype, positions.shape, positions.dtype, mask is None),
+            (kwargs.get("logits_to_keep", 0), ambient, torch.is_inference_mode_enabled()),
+        )
 
     def _obstacle(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
         """Why this step cannot be a graph, or None."""
@@ -202,6 +265,19 @@ class StepGraphs:
             return "autocast is on"
         if is_compiled(self._dispatcher._original):
             return "the forward is compiled by torch.compile"
+        if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+            return "the call has unusual arguments"
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.shape[:-1] == ids.shape[:1]):
+            return "the mask is no mask of columns"
+        if torch.is_grad_enabled():
+            return "gradients are recorded"
+        if asks_for_more(cache.model_config):
+            return "the config asks for more than logits"
+        if self._follows_length is None:
+            self._follows_length = follows_length(cache.model_config)
+        if self._follows_length:
+            return "the rotary embedding follows the length"
         layers = cache.offloaded
         if len(layers) != len(cache.layers) or any(isinstance(x, DenseLayer) for x in cache.layers):
             return "some layers are not offloaded"
@@ -210,14 +286,11 @@ class StepGraphs:
         if len({layer.device for layer in layers} | {ids.device}) > 1:
             return "the model is spread over devices"
         if any(layer.cold for layer in layers):
-            model = self._model()
-            if model is not None:
-                self._adapters = AdapterState(model)
             return "first step after a prompt"
         if not all(layer.engine.native for layer in layers):
             return "the index has no kernel"
-        need = layers[0].columns + ids.shape[1] + layers[0].geometry.group
-        if need > layers[0].store.blocks * layers[0].geometry.block:
+        # Layers grow together.
+        if not layers[0].fits(ids.shape[1]):
             return "the capacity grows"
         return None
 
@@ -227,9 +300,11 @@ class StepGraphs:
         if not cache.oasis_config.compile or model is None:
             return nullcontext()
         if self._fused is None:
-            self._fused = FusedLayers(model)
-            if self._fused.moved:
+            fused = FusedLayers(model)
+            if fused.moved:
                 self._dispatcher.forget()
+            self._fused = fused
+            self._watch.look()
         return self._fused.active()
 
     def _positions(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -239,37 +314,45 @@ class StepGraphs:
         start = cache.get_seq_length()
         return torch.arange(start, start + ids.shape[1], device=ids.device).expand(ids.shape)
 
+    def _call(
+        self,
+        cache: OasisCache,
+        forward: Any,
+        kwargs: dict[str, Any],
+        entry: _Entry,
+        coming: Forward,
+    ) -> Any:
+        """The model's forward over an entry's memory; its columns are recorded already."""
+        cache.forward = replace(coming, recorded=True, real=entry.valid)
+        call = dict(kwargs, input_ids=entry.ids, position_ids=entry.positions, attention_mask=None)
+        try:
+            return forward(**call)
+        finally:
+            cache.forward = coming
+
     def _capture(
         self,
         cache: OasisCache,
         forward: Any,
         kwargs: dict[str, Any],
-        ids: Tensor,
-        positions: Tensor,
-        valid: Tensor | None,
-    ) -> _Entry:
-        """Record the step; nothing runs until the first replay."""
-        entry = _Entry(ids, positions, None if valid is None else valid.clone())
-        call = dict(kwargs, input_ids=entry.ids, position_ids=entry.positions, attention_mask=None)
-        for layer in cache.offloaded:
-            layer.engine.join()
+        entry: _Entry,
+        coming: Forward,
+    ) -> torch.cuda.CUDAGraph:
+        """Record a step; nothing runs until the first replay."""
+        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        cache.ledger.static, cache.ledger.frozen = entry.valid, True
-        torch.cuda.synchronize(ids.device)
-        try:
-            with (
-                self._compiling(cache),
-                torch.cuda.device(ids.device),
-                torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
-            ):
-                output = forward(**call)
-                for layer in cache.offloaded:
-                    layer.engine.join()
-        finally:
-            cache.ledger.static, cache.ledger.frozen = None, False
+        with (
+            whole_device,
+            self._compiling(cache),
+            torch.cuda.device(entry.ids.device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            output = self._call(cache, forward, kwargs, entry, coming)
+            for layer in cache.offloaded:
+                layer.engine.join()
         self.captured += 1
         entry.kind = type(output)
         entry.outputs = {name: x for name, x in output.items() if isinstance(x, Tensor)}
-        self._cache_field = next(name for name, x in output.items() if x is cache)
-        return entry
+        entry.cache_field = next((name for name, x in output.items() if x is cache), None)
+        return graph

@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import batch
+from .ambient import kept_steady
 from .compat import CacheLayerMixin, columns_to_crop
 from .config import OasisConfig
 from .contents import ByColumn
+from .forward import Forward, Kind
 from .handle import OasisLength, OasisUnsupportedError, attach
 from .ledger import PaddingLedger
 from .link import Allowance
@@ -47,7 +50,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self.ledger, self.leads = ledger, leads
         self.recording = False
         self.columns = 0
-        self._dense, self._drafts = True, 0
+        self.forward: Forward | None = None
         # `[B, T]` positions of the tokens of the forward in progress; None for a prompt.
         self._rows: Tensor | None = None
 
@@ -58,6 +61,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self.build(key_states, value_states)
         self.is_initialized = True
 
+    @kept_steady
     def adopt(
         self,
         key: Tensor,
@@ -77,9 +81,13 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
                 there too. The owner must not go on, and of several borrowers only the newest may.
         """
         self.lazy_initialization(key, value)
-        if owner is not None:
-            self.borrow(owner)
-        self.reserve(columns)
+        try:
+            if owner is not None:
+                self.borrow(owner)
+            self.reserve(columns)
+        except BaseException:
+            self.reset()
+            raise
         if owner is not None:
             self.extend(key, value, None)
             # From now on tokens may be taken back, and others stored in their place.
@@ -100,11 +108,6 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         """Logical sizes: what is resident does not change what a mask covers."""
         return OasisLength(self.columns + query_length), 0
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether the forward in progress is attended to densely; it may wait for the device."""
-        return self._dense
-
     # ---- one forward ---------------------------------------------------------------------------
 
     def update(
@@ -112,8 +115,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         key_states: Tensor,
         value_states: Tensor,
         *args: Any,
-        dense: bool = True,
-        drafts: int = 0,
+        forward: Forward | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Take the new tokens' K and V; they are stored when the attention runs.
@@ -121,8 +123,7 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         Args:
             key_states: `[B, H, T, Dk]`.
             value_states: `[B, H, T, Dv]`.
-            dense: whether these tokens are a prompt.
-            drafts: newest of them that are drafts all the same, verified behind the prompt.
+            forward: the forward that they come in; a prompt by default.
 
         Returns:
             The same tensors; the key carries the handle that `oasis_attention` looks for.
@@ -130,7 +131,10 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states)
-        self._dense, self._drafts = dense, drafts
+        if forward is None:
+            forward = Forward(Kind.PROMPT, self.columns, key_states.shape[2])
+        self.forward = forward
+        self.recording = self.recording or forward.drafting
         attach(self, key_states, value_states)
         return key_states, value_states
 
@@ -173,9 +177,10 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         """
         if new:
             self.reserve(key.shape[2])
-        if self._dense:
+        assert self.forward is not None
+        if self.forward.dense:
             self._rows = None
-            if new and self._drafts:
+            if new and self.forward.drafts:
                 return self._attend_prompt_and_drafts(query, key, value, valid, scaling)
             return self.attend_dense(query, key, value, valid, scaling, new)
         if self.config.verification == "exact" and key.shape[2] > 1:
@@ -216,7 +221,8 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float
     ) -> Tensor:
         """A prompt with the first drafts behind it, which assisted decoding gives in one call."""
-        first = key.shape[2] - self._drafts
+        assert self.forward is not None
+        first = key.shape[2] - self.forward.drafts
         (q, drafted_q), (k, drafted_k), (v, drafted_v) = (
             states.tensor_split([first], 2) for states in (query, key, value)
         )
@@ -279,27 +285,31 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
         self._shorten(rows, tokens)
         self.fresh = 0
 
-    def _apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _take(self, rows: Callable[[int], Tensor]) -> None:
         if self.is_initialized:
-            self._forget_forward()
-            self.map_batch(fn)
+            batch.take([self], rows(self.batch_size), lambda: None)
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation to every part."""
+        self._forget_forward()
+        super().map_batch(fn)
 
     def _forget_forward(self) -> None:
         """Forget what the last forward left: it has the rows of the sequences of then."""
-        self._rows, self._before = None, []
+        self.forward, self._rows, self._before = None, None, []
         self.ahead.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes row beam_idx[i]."""
-        self._apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        """Row i becomes row beam_idx[i]; the cache does so to all layers, or to none."""
+        self._take(lambda size: batch.chosen(size, beam_idx, "beam_idx"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
-        self._apply(lambda t: t.repeat_interleave(repeats, 0))
+        """Every row becomes `repeats` rows; the cache does so to all layers, or to none."""
+        self._take(lambda size: batch.repeated(size, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices` (numbers or a bool mask)."""
-        self._apply(lambda t: t[indices.to(t.device)])
+        """Keep rows `indices` (numbers or a mask); the cache does so to all layers, or to none."""
+        self._take(lambda size: batch.chosen(size, indices, "indices"))
 
     def reset(self) -> None:
         """Forget everything and give all memory back."""
@@ -308,6 +318,17 @@ class OasisLayer(ByColumn, PromptLayer, CacheLayerMixin):
             self.is_initialized = False
             self._forget_forward()
             self.release()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled without the cache.
+
+        Raises:
+            OasisUnsupportedError: always, naming what does it.
+        """
+        raise OasisUnsupportedError(
+            f"layer {self.layer_idx}: cannot be copied or pickled by itself; use "
+            "copy.deepcopy(cache), or cache.save(path)"
+        )
 
     def offload(self) -> None:
         """Nothing to do: this layer owns its transfers."""

@@ -38,35 +38,39 @@ class PaddingLedger:
 
     Attributes:
         columns: columns recorded.
-        incoming: `[B, T]` ids of the forward in progress, or None if they are not known.
-        agreed: number of columns at which the mask of a forward was last found to agree with what
-            is recorded; -1 if never. The forward that begins there need not be checked again.
         reconcile: weak reference to what is called with `[B, columns]` bool when a mask says
             something else about columns that are recorded; set by the cache.
         abandon: likewise, to what is called when the attention of a layer raises an error.
-        frozen: whether the columns of the forward in progress are recorded already, by the owner
-            of the CUDA graph that it runs in.
-        static: then `[B, T]` bool of its rows, or None if all are real.
     """
 
     def __init__(self) -> None:
         self.columns = 0
         self._real: Tensor | None = None
         self._ids: Tensor | None = None
-        self.incoming: Tensor | None = None
-        self.agreed = -1
         self.reconcile: weakref.ref[Callable[[Tensor], None]] | None = None
         self.abandon: weakref.ref[Callable[[], None]] | None = None
-        self.frozen = False
-        self.static: Tensor | None = None
 
-    def append(self, valid: Tensor | None, batch: int, rows: int, device: torch.device) -> None:
-        """Record `rows` new columns: valid `[B, rows]` bool, or None if all are real."""
+    def append(
+        self,
+        valid: Tensor | None,
+        batch: int,
+        rows: int,
+        device: torch.device,
+        ids: Tensor | None = None,
+    ) -> None:
+        """Record new columns.
+
+        Args:
+            valid: `[batch, rows]` bool, False for padding; None if all are real.
+            batch: sequences.
+            rows: new columns.
+            device: where the record is kept.
+            ids: `[batch, rows]` token ids, or None if they are not known.
+        """
         end = self.columns + rows
         if valid is not None or self._real is not None:
             flags = self._reserve_real(batch, end, device)
             flags[:, self.columns : end] = True if valid is None else valid
-        ids, self.incoming = self.incoming, None
         if ids is not None and ids.shape != (batch, rows):
             ids = None
         if ids is not None or self._ids is not None:
@@ -94,7 +98,6 @@ class PaddingLedger:
         if self._real is not None:
             removed = self._real[:, first : self.columns].sum(1)
         self.columns = first
-        self.agreed = -1
         return removed
 
     @kept_steady
@@ -106,7 +109,6 @@ class PaddingLedger:
             source = places(by, columns, device).clamp(0, self.columns - 1)
             self._ids[:, :columns] = self._ids[:, : self.columns].gather(1, source)
         self.columns = columns
-        self.agreed = -1
 
     def real(self) -> Tensor | None:
         """`[B, columns]` bool, or None if there never was a mask."""
@@ -123,21 +125,17 @@ class PaddingLedger:
             return not bool(mask.all())
         return bool((mask.to(real.device) != real).any())
 
-    def agree(self, mask: Tensor | None = None) -> None:
-        """Have the mask of the forward that begins here agree with what is recorded.
+    def follow(self, mask: Tensor) -> None:
+        """Hide what a mask `[B, columns]` bool of what is recorded leaves out.
 
-        Args:
-            mask: `[B, columns]` bool of what is recorded; None if it is known to agree. Waits for
-                the device otherwise.
+        Waits for the device.
 
         Raises:
             ValueError: the mask shows columns that were padding.
         """
-        if mask is not None and self.columns and self.agreed != self.columns and self.differs(mask):
-            reconcile = None if self.reconcile is None else self.reconcile()
-            if reconcile is not None:
-                reconcile(mask)
-        self.agreed = self.columns
+        reconcile = None if self.reconcile is None else self.reconcile()
+        if reconcile is not None and self.columns and self.differs(mask):
+            reconcile(mask)
 
     def give_up(self) -> None:
         """Have the forward in progress undone, where no hook does it."""
@@ -187,7 +185,7 @@ class PaddingLedger:
 
     def restore(self, record: Record) -> None:
         """Return to recorded contents."""
-        self.columns, self.agreed = record.columns, -1
+        self.columns = record.columns
         self._real = None if record.real is None else record.real.clone()
         self._ids = None if record.ids is None else record.ids.clone()
 
@@ -198,7 +196,6 @@ class PaddingLedger:
     def reset(self) -> None:
         """Forget everything."""
         self.columns, self._real, self._ids = 0, None, None
-        self.incoming, self.agreed = None, -1
 
 
 def _over(grown: Tensor, old: Tensor | None) -> Tensor:

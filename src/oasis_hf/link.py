@@ -21,6 +21,7 @@ import torch
 from .compat import weight_bytes
 from .config import OasisConfig
 from .geometry import blocks_beside
+from .streams import whole_device
 from .tiers.pinned import pinned_empty
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def link_rate(device: torch.device) -> float:
 
     The best of several copies: whatever else uses the link only takes from it.
     """
-    torch.cuda.synchronize(device)
-    return on_grid(COPIED / min(link_times(device, COPIED)))
+    with whole_device:
+        torch.cuda.synchronize(device)
+        return on_grid(COPIED / min(link_times(device, COPIED)))
 
 
 @functools.cache
@@ -91,10 +93,11 @@ def memory_rate(device: torch.device) -> float:
     if kilohertz and bits:
         # Two transfers a clock.
         return 2 * kilohertz * 1e3 * bits / 8
-    torch.cuda.synchronize(device)
     # Larger than any cache of the device.
     count = 4 * COPIED
-    return on_grid(2 * count / min(device_times(device, count)))
+    with whole_device:
+        torch.cuda.synchronize(device)
+        return on_grid(2 * count / min(device_times(device, count)))
 
 
 @dataclass(frozen=True)

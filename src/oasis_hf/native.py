@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .compat import DynamicLayer
 from .dense import dense_attention
+from .forward import Forward, Kind
 from .handle import OasisLength, attach
 from .ledger import PaddingLedger
 
@@ -24,28 +25,36 @@ class DenseLayer(DynamicLayer):
         super().__init__()
         self.keys: Tensor | None
         self.values: Tensor | None
+        self.dtype: torch.dtype
         self.layer_idx, self.ledger, self.leads = layer_idx, ledger, leads
-
-    reads_prompt = False
+        self.forward: Forward | None = None
 
     @property
     def columns(self) -> int:
         """Tokens given so far, padding included."""
         return int(self.get_seq_length())
 
-    @property
-    def stored_dtype(self) -> torch.dtype | None:
-        """Dtype of the K and V held, or None before the first."""
-        return None if self.keys is None else self.keys.dtype
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As in Transformers, whose layers of newer versions do not keep their dtype."""
+        super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical sizes."""
         return OasisLength(self.columns + query_length), 0
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        forward: Forward | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Take new K and V; they are stored when the attention runs."""
+        if forward is None:
+            forward = Forward(Kind.PROMPT, self.columns, key_states.shape[2])
+        self.forward = forward
         attach(self, key_states, value_states)
         return key_states, value_states
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 NEEDLE = "One of the special magic numbers for {city} is: {number}."
+SOME = 16
+"""Tokens of text that are asked for where there is no room for any."""
 QUESTION = "What is the special magic number for {city} mentioned in the provided text?"
 
 
@@ -103,19 +105,19 @@ def fitted_prompt(
     def encoded(part: str) -> Any:
         return encode_question(tokenizer, needle.hide_in(part) if needle else part, question)
 
-    room = context_tokens - encoded("").shape[1]
-    if room < 1:
-        raise ValueError(
-            f"context_tokens: got {context_tokens}, which leaves no room for text beside the "
-            f"question; use at least {context_tokens - room + 1}"
-        )
+    alone = encoded("").shape[1]
+    room = context_tokens - alone
     # Pieces may take more tokens joined than alone: shorten the text until the prompt fits.
-    while True:
+    while room >= 1:
         ids = encoded(_first_tokens(tokenizer, text, room))
         excess = ids.shape[1] - context_tokens
         if excess <= 0:
             return ids
         room -= excess
+    raise ValueError(
+        f"context_tokens: got {context_tokens}, expected room for text beside the question, which "
+        f"takes {alone} tokens alone; use at least {max(context_tokens, alone) + SOME}"
+    )
 
 
 def encode_question(tokenizer: Any, text: str, question: str) -> Any:

@@ -30,7 +30,7 @@ StageCallback = Callable[[int, int, str], None]
 
 _STAGES = ("checking the file", "reading the tokenizer", "unpacking the weights", "saving in bf16")
 _END_OF_TURN = "<|im_end|>"
-_MAX_POSITIONS = 8192
+MAX_POSITIONS = 8192
 _BREAK = "\n\n"
 # Quotes around code, stars around emphasis and before list items, numbers of footnotes.
 _MARKUP = re.compile(r'["`]|(?<![\w*])\*(?=\w)|(?<=\w)\*(?![\w*])|^\*\s+|^\[\d+\]\s+')
@@ -68,7 +68,6 @@ def smollm2(
     gguf = _find_gguf()
     home.mkdir(parents=True, exist_ok=True)
 
-    # A dependency of torch, thus always there.
     from filelock import FileLock
 
     with FileLock(home / f".{MODEL_NAME}.lock"):
@@ -221,7 +220,7 @@ def _convert(gguf: Path, folder: Path, progress: StageCallback, show_bars: bool)
             tokenizer.eos_token = tokenizer.pad_token = _END_OF_TURN
             tokenizer.padding_side = "left"
             tokenizer.clean_up_tokenization_spaces = False
-            tokenizer.model_max_length = _MAX_POSITIONS
+            tokenizer.model_max_length = MAX_POSITIONS
 
             progress(2, len(_STAGES), _STAGES[2])
             model = AutoModelForCausalLM.from_pretrained(

@@ -2,68 +2,45 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from . import compat
+from .copying import twin
+from .fingerprint import Fingerprint, adapter_state, fingerprint
 from .handle import OasisUnsupportedError
+from .identity import describe, difference
 from .index import INDEXES
 from .layer import OasisLayer
+from .ledger import Record
 from .native import DenseLayer
+from .placement import layer_devices
+from .savefile import DENSE, NATIVE, OFFLOADED, Saved, SavedCacheError, SavedFile, write
+from .wrappers import served_model
 
 if TYPE_CHECKING:
     from .cache import OasisCache
 
-FORMAT = "oasis-hf-cache/1"
-SHAPE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "sliding_window",
-)
-"""Config fields that two models must share to share a cache."""
-
-
-class SavedCacheError(ValueError):
-    """A saved cache that does not fit; nothing was loaded."""
-
-
-def fingerprint(model: torch.nn.Module | None) -> str:
-    """A short hash of some weights, to tell fine-tuned siblings apart; empty without a model."""
-    if model is None:
-        return ""
-    digest = hashlib.sha256()
-    parameters = list(model.parameters())
-    for parameter in (parameters[0], parameters[len(parameters) // 2], parameters[-1]):
-        head = parameter.detach().flatten()[:4096].float().cpu()
-        digest.update(head.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _identity(model_config: PreTrainedConfig) -> dict[str, Any]:
-    config = compat.text_config(model_config)
-    return {name: getattr(config, name, None) for name in SHAPE}
-
 
 def save(cache: OasisCache, path: str | Path) -> None:
-    """Write the cache to one safetensors file."""
+    """Write the cache to one safetensors file; see `OasisCache.save`."""
+    cache.settle()
+    model = cache.model
+    if model is not None and cache.ledger.columns and cache.read_with - {adapter_state(model)}:
+        raise OasisUnsupportedError(
+            "save: got tokens that were read with other adapters in effect than the model has now "
+            "(another one, or one that is disabled, scaled or merged); choose those again before "
+            "saving, or read the prompt again"
+        )
     tensors: dict[str, Tensor] = {}
-    numbers: dict[str, int] = {"columns": cache.ledger.columns}
+    kinds: dict[int, str] = {}
+    columns = cache.ledger.columns
     for number, layer in enumerate(cache.layers):
         if compat.is_placeholder(layer):
             continue
@@ -72,110 +49,168 @@ def save(cache: OasisCache, path: str | Path) -> None:
                 f"save: layer {number} holds recurrent state, which this format does not cover; "
                 "cache.fork() copies it in memory"
             )
-        if not layer.is_initialized:
+        if not columns or not layer.is_initialized:
             continue
+        kinds[number] = DENSE if isinstance(layer, DenseLayer) else NATIVE
         if isinstance(layer, OasisLayer):
-            lengths = layer.lengths.tolist()
-            k, v, _ = layer.history(lengths)
+            kinds[number] = OFFLOADED
+            k, v, _ = layer.history(layer.lengths.tolist())
             tensors[f"{number}.lengths"] = layer.lengths.cpu()
         else:
-            k, v = layer.keys, layer.values
-            numbers[f"{number}.seen"] = int(layer.get_seq_length())
-        tensors[f"{number}.k"], tensors[f"{number}.v"] = (t.cpu().contiguous() for t in (k, v))
-    real = cache.ledger.real()
-    if real is not None:
-        tensors["real"] = real.cpu().contiguous()
-    header = {
-        "format": FORMAT,
-        "model": json.dumps(_identity(cache.model_config)),
-        "fingerprint": fingerprint(cache.model),
-        "options": json.dumps(cache.oasis_config.as_dict()),
-        "numbers": json.dumps(numbers),
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-    }
-    save_file(tensors, str(path), metadata=header)
+            # Copies: the two may be one memory, or parts of a larger one.
+            k, v = (t.detach().cpu().clone() for t in (layer.keys, layer.values))
+        tensors[f"{number}.k"], tensors[f"{number}.v"] = (
+            t.detach().cpu().contiguous() for t in (k, v)
+        )
+    for name, told in (("real", cache.ledger.real()), ("ids", cache.ledger.ids())):
+        if columns and told is not None:
+            tensors[name] = told.cpu().contiguous()
+    saved = Saved(
+        model=describe(cache.model_config),
+        fingerprint="" if model is None else fingerprint(model).as_json(),
+        options=cache.oasis_config.as_dict(),
+        columns=columns,
+        layers=kinds,
+        tensors=tensors,
+    )
+    write(saved, path)
 
 
 def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) -> OasisCache:
     """Read a cache for `model`; `options` override the saved ones.
 
     Raises:
-        SavedCacheError: another format or another model, naming the field.
+        SavedCacheError: another format or another model, naming what differs, or a damaged file.
     """
-    with _open(path) as file:
-        header = file.metadata() or {}
-        if header.get("format") != FORMAT:
-            raise SavedCacheError(
-                f"saved cache: got format {header.get('format')!r}, expected {FORMAT!r}; {path} "
-                "was not written by OasisCache.save of this version"
-            )
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    chosen = json.loads(header["options"]) | options
+    file = SavedFile(path)
+    if isinstance(model, torch.nn.Module):
+        model = served_model(model)
+    config = getattr(model, "config", model)
+    found = difference(file.head.model, describe(config))
+    if found is not None:
+        name, got, want = found
+        raise SavedCacheError(
+            f"saved cache: got {name}={got!r}, expected {want!r}; it belongs to another model, "
+            "read the prompt again with this one"
+        )
+    if isinstance(model, torch.nn.Module):
+        _check_model(file, model)
+    chosen = file.head.options | options
     if chosen["index"] not in INDEXES and "index" not in options:
         raise SavedCacheError(
             f"saved cache: its index {chosen['index']!r} is not built in; pass index=YourIndex"
         )
-    _check_model(json.loads(header["model"]), _identity(getattr(model, "config", model)))
+    _check_layers(file, config, chosen["dense_layers"])
+    saved = file.read()
     cache = cls(model, **chosen)
-    here, there = fingerprint(cache.model), header["fingerprint"]
-    if here and there and here != there:
-        raise SavedCacheError(
-            f"saved cache: got weights {there}, expected {here}; it was made with other weights of "
-            "this architecture, read the prompt again with this model"
-        )
-    _restore(cache, tensors, json.loads(header["numbers"]))
+    _restore(cache, saved)
     return cache
 
 
-def _open(path: str | Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except SafetensorError as error:
-        raise SavedCacheError(
-            f"saved cache: got a file that is not safetensors ({error}), expected one written by "
-            f"OasisCache.save; check {path}"
-        ) from error
-
-
-def _check_model(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name, value in wanted.items():
-        if saved.get(name) != value:
+def _check_layers(file: SavedFile, config: PreTrainedConfig, dense: Any) -> None:
+    """Refuse a file whose layers are of other kinds than those of the cache to be built."""
+    if not file.head.columns or not isinstance(dense, list | tuple):
+        return
+    for number, layer in enumerate(compat.native_layers(config)):
+        if compat.is_placeholder(layer):
+            continue
+        want = NATIVE
+        if compat.is_full_attention(layer):
+            want = DENSE if number in dense else OFFLOADED
+        got = file.head.layers.get(number, "nothing")
+        if got != want:
             raise SavedCacheError(
-                f"saved cache: got {name}={saved.get(name)!r}, expected {value!r}; it belongs to "
-                "another model, read the prompt again with this one"
+                f"saved cache: got layer {number} as {got}, expected {want}; dense_layers must be "
+                f"those that it was saved with, {file.head.options['dense_layers']}"
             )
 
 
-def _restore(cache: OasisCache, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
-    device = cache.model.device if cache.model is not None else torch.device("cpu")
-    columns, real = numbers["columns"], tensors.get("real")
-    batch = 1
-    for number, layer in enumerate(cache.layers):
-        if f"{number}.k" not in tensors:
+def _check_model(file: SavedFile, model: torch.nn.Module) -> None:
+    """Refuse a model that does not make the K and V of a file."""
+    here = fingerprint(model)
+    text = file.head.fingerprint
+    there = Fingerprint.from_json(text) if text else None
+    held = None if there is None else there.dtype
+    dtype = str(file.dtype() or here.dtype) if held is None else held
+    if dtype != here.dtype:
+        raise SavedCacheError(
+            f"saved cache: got dtype {dtype}, expected {here.dtype}, the model's; load the model "
+            f"with dtype={dtype}, or read the prompt again with this one"
+        )
+    if there is None:
+        warnings.warn(
+            "saved cache: it was written by a cache that was built from a config, so whether these "
+            "are the weights that made it cannot be checked; use OasisCache(model, ...)",
+            stacklevel=4,
+        )
+        return
+    if not here.same_rope(there):
+        raise SavedCacheError(
+            "saved cache: got other frequencies of the rotary embedding than the model's; it was "
+            "made with another scaling of positions, read the prompt again with this model"
+        )
+    if here.adapters != there.adapters:
+        raise SavedCacheError(
+            f"saved cache: got {_adapters(there)}, expected {_adapters(here)}, which the model "
+            "has in effect now; choose the saved ones, or read the prompt again with this model"
+        )
+    same = here.weights == there.weights
+    if not same and file.head.transformers != transformers.__version__:
+        # Another version may have other names for the same weights.
+        same = here.contents == there.contents
+    if not same:
+        raise SavedCacheError(
+            f"saved cache: got weights {there.weights}, expected {here.weights}; it was made with "
+            "other weights of this architecture (fine-tuned, merged or quantised otherwise), read "
+            "the prompt again with this model"
+        )
+
+
+def _adapters(model: Fingerprint) -> str:
+    """The adapters of a fingerprint, for a message."""
+    if not model.adapters:
+        return "no adapter"
+    return f"adapters {', '.join(model.adapter_names) or 'none'} (in effect: {model.adapters})"
+
+
+def _restore(cache: OasisCache, saved: Saved) -> None:
+    """Fill an empty cache."""
+    model, count = cache.model, len(cache.layers)
+    places = [torch.device("cpu")] * count if model is None else layer_devices(model, count)
+    for number, device in enumerate(places):
+        if number not in saved.layers:
             continue
-        k, v = (tensors[f"{number}.{part}"].to(device) for part in "kv")
-        batch = k.shape[0]
+        layer, parts = cache.layers[number], (saved.tensors[f"{number}.{part}"] for part in "kv")
+        k, v = (t.to(device) for t in parts)
         if isinstance(layer, OasisLayer):
-            layer.adopt(k, v, tensors[f"{number}.lengths"].to(device), columns)
-        else:
-            layer.lazy_initialization(k, v)
-            layer.keys, layer.values = k, v
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = numbers[f"{number}.seen"]
-    moved = None if real is None else real.to(device)
-    cache.ledger.append(moved, batch, columns, device)
+            layer.adopt(k, v, saved.tensors[f"{number}.lengths"].to(device), saved.columns)
+            continue
+        # Copies: the tensors of a file may be the file itself, mapped into memory.
+        k, v = k.clone(), v.clone()
+        layer.lazy_initialization(k, v)
+        layer.keys, layer.values = k, v
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = saved.columns
+    told = (saved.tensors.get(name) for name in ("real", "ids"))
+    device = places[min(saved.layers)] if saved.layers else places[0]
+    real, ids = (None if x is None else x.to(device, copy=True) for x in told)
+    cache.ledger.restore(Record(saved.columns, real, ids))
+    if model is not None:
+        cache.read_with.add(adapter_state(model))
 
 
+@torch.no_grad()
 def fork(cache: OasisCache, **options: Any) -> OasisCache:
     """An independent cache with the same contents; `options` may change anything but the model.
 
     A prompt is read once and then continued under several budgets, indexes or policies.
     """
+    cache.settle()
     chosen = {name: getattr(cache.oasis_config, name) for name in type(cache.oasis_config).fields()}
     model = cache.model if cache.model is not None else cache.model_config
     other = type(cache)(model, **(chosen | options))
     other.ledger.copy_from(cache.ledger)
+    other.read_with |= cache.read_with
     for number, (old, new) in enumerate(zip(cache.layers, other.layers, strict=True)):
         same = isinstance(new, OasisLayer) == isinstance(old, OasisLayer)
         if not same:
@@ -190,8 +225,8 @@ def fork(cache: OasisCache, **options: Any) -> OasisCache:
                 old_k, old_v = old.held()
                 new.keys, new.values = old_k.clone(), old_v.clone()
         else:
-            other.layers[number] = copy.deepcopy(old)
+            other.layers[number] = twin(old, {})
     return other
 
 
-__all__ = ["SavedCacheError", "fingerprint", "fork", "load", "save"]
+__all__ = ["SavedCacheError", "fork", "load", "save"]

@@ -33,6 +33,7 @@ def summarise(cache: OasisCache) -> CacheStats:
     full = sum(layer.batch_size * layer.columns * layer.geometry.token_bytes for layer in layers)
     native = [x for x in cache.layers if x not in cache.offloaded]
     host = sum(layer.store.nbytes for layer in layers)
+    used = [layer.used_bytes() for layer in layers]
     steps = max((layer.counters.read()["steps"] for layer in layers), default=0)
     cap = layers[0].cap if layers else stated(config)
     return CacheStats(
@@ -40,14 +41,16 @@ def summarise(cache: OasisCache) -> CacheStats:
         batch_size=layers[0].batch_size if layers else 0,
         sparse_layers=len(cache.offloaded),
         native_layers=len(native),
-        budget_tokens=config.budget,
-        resident_tokens=layers[0].geometry.slots * config.block_tokens if layers else 0,
+        budget_tokens=config.budget_tokens,
+        budget_asked=config.budget,
+        block_tokens=config.block_tokens,
+        resident_tokens=layers[0].residency.slots * config.block_tokens if layers else 0,
         steps=steps,
         hit_rate=sums["hits"] / wanted,
         fetched_now=sums["now"] / wanted,
         admitted=sums["later"] / wanted,
         refused=(sums["wanted"] - sums["hits"] - sums["now"] - sums["later"]) / wanted,
-        cap_blocks=cap.blocks,
+        cap_blocks=min(cap.blocks, layers[0].wanted) if layers else cap.blocks,
         cap_share=cap.blocks / config.budget_blocks,
         link_rate=cap.link,
         step_floor=cap.floor,
@@ -58,9 +61,11 @@ def summarise(cache: OasisCache) -> CacheStats:
         drafted=cache.drafted,
         accepted=cache.accepted,
         hbm_bytes=fast + index + tables,
+        hbm_used_bytes=sum(fast for fast, _ in used),
         index_bytes=index,
         native_bytes=sum(_bytes(layer) for layer in native),
         host_bytes=host,
+        host_used_bytes=sum(stored for _, stored in used),
         full_kv_bytes=full,
         note=_note(cache, steps, fast + index + tables, full),
     )
@@ -73,11 +78,13 @@ def _bytes(layer: Any) -> int:
 
 def _note(cache: OasisCache, steps: int, fast: int, full: int) -> str:
     """What a reader should know first, in one sentence."""
-    budget, context = cache.oasis_config.budget, cache.ledger.columns
+    budget, context = cache.oasis_config.budget_tokens, cache.ledger.columns
     if not context:
         return "the cache is empty"
     if not steps:
         return "no sparse step yet: prompts are attended to densely"
+    if budget is None:
+        return "a budget of None attends to every token, as dense attention does"
     tail = cache.offloaded[0].tail.places if cache.offloaded else 0
     if context <= budget + tail:
         return (

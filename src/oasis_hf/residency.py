@@ -52,8 +52,14 @@ class Residency:
     """
 
     def __init__(
-        self, geometry: LayerGeometry, batch: int, device: torch.device, ops: ModuleType
+        self,
+        geometry: LayerGeometry,
+        batch: int,
+        device: torch.device,
+        ops: ModuleType,
+        slots: int | None = None,
     ) -> None:
+        """Tables of `slots` slots, by default the geometry's; `ensure` adds blocks and slots."""
         self.ops, self.heads = ops, geometry.kv_heads
 
         def table(width: int) -> Tensor:
@@ -61,8 +67,9 @@ class Residency:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         self.slot_of_block = table(0)
-        self.block_of_slot = table(geometry.slots)
-        self.last_selected = table(geometry.slots)
+        slots = geometry.slots if slots is None else slots
+        self.block_of_slot = table(slots)
+        self.last_selected = table(slots)
         self.clock = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -85,15 +92,14 @@ class Residency:
         """Bytes held."""
         return self.slot_of_block.nbytes + self.block_of_slot.nbytes + self.last_selected.nbytes
 
-    def ensure(self, blocks: int) -> None:
-        """Grow the capacity to at least `blocks` blocks."""
-        old = self.blocks
-        if blocks <= old:
-            return
-        table = self.slot_of_block
-        grown = table.new_full((*table.shape[:2], blocks + 1), -1)
-        grown[..., :old] = table[..., :old]
-        self.slot_of_block = grown
+    def ensure(self, blocks: int, slots: int = 0) -> None:
+        """Grow the capacity to at least `blocks` blocks and `slots` slots; residents stay."""
+        grown = (
+            _widened(self.slot_of_block, blocks),
+            _widened(self.block_of_slot, slots),
+            _widened(self.last_selected, slots),
+        )
+        self.slot_of_block, self.block_of_slot, self.last_selected = grown
 
     def step(self, score: Tensor, count: int, now_above: float, later_cap: int) -> StepPlan:
         """Choose the `count` best blocks and plan what has to move.
@@ -157,3 +163,13 @@ class Residency:
         self.slot_of_block = fn(self.slot_of_block)
         self.block_of_slot = fn(self.block_of_slot)
         self.last_selected = fn(self.last_selected)
+
+
+def _widened(table: Tensor, width: int) -> Tensor:
+    """A table of at least `width` entries and the spill, which holds what `table` does."""
+    old = table.shape[2] - 1
+    if width <= old:
+        return table
+    grown = table.new_full((*table.shape[:2], width + 1), -1)
+    grown[..., :old] = table[..., :old]
+    return grown

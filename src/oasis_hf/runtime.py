@@ -20,6 +20,7 @@ from .ambient import uncompiled
 from .attention import check_width
 from .changes import Change, hide, shorten
 from .compat import cache_of, withholds_cache
+from .forward import Kind
 from .handle import WITHHELD, OasisUnsupportedError, never_attended, take_pending
 from .pieces import columns_of, given_rows, obstacles, piece_of
 
@@ -37,7 +38,7 @@ class ForwardHook:
     def __init__(self, model: torch.nn.Module, cache: OasisCache) -> None:
         self._remove_late()
         self._cache = weakref.ref(cache)
-        self._inside = False
+        self.feeds_pieces = False
         self._checkpoint: Checkpoint | None = None
         self._handles = [
             model.register_forward_pre_hook(self, with_kwargs=True),
@@ -61,7 +62,7 @@ class ForwardHook:
     @property
     def active(self) -> bool:
         """Whether a forward that these hooks have seen is in progress."""
-        return self._inside or self._checkpoint is not None
+        return self.feeds_pieces or self._checkpoint is not None
 
     def notice(self, cache: OasisCache, rows: int) -> None:
         """Warn of a prompt that reaches the cache past these hooks, and is not cut."""
@@ -87,14 +88,13 @@ class ForwardHook:
             return
         missed = take_pending()
         cache.forget_gradients()
-        if self._inside:
+        if self.feeds_pieces:
             return
         if missed is not None or output is None:
             self._undo(cache)
         elif cache.turn is not None:
             cache.turn.done()
         self._checkpoint = None
-        cache.ledger.incoming = None
         if missed is not None and output is not None:
             raise never_attended(missed)
 
@@ -103,6 +103,21 @@ class ForwardHook:
         if self._checkpoint is not None:
             cache.roll_back(self._checkpoint)
         self._checkpoint = None
+
+    def settle(self, cache: OasisCache) -> None:
+        """Undo a forward that an interrupt broke off; between forwards, nothing is to be done."""
+        if not self.feeds_pieces:
+            self._undo(cache)
+
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: its hooks do nothing."""
+        return ForwardHook._idle, ()
+
+    @classmethod
+    def _idle(cls) -> ForwardHook:
+        hook = cls.__new__(cls)
+        vars(hook).update(_cache=lambda: None, feeds_pieces=False, _checkpoint=None, _handles=[])
+        return hook
 
     @uncompiled
     def __call__(
@@ -125,30 +140,32 @@ class ForwardHook:
         if len(args) == 1 and isinstance(args[0], Tensor):
             kwargs = dict(kwargs, input_ids=args[0])
             args = ()
-        if self._inside:
-            cache.ledger.incoming = kwargs.get("input_ids")
-            cache.ledger.agree()
+        if self.feeds_pieces:
+            # Of a piece, however short, as of all of its prompt.
+            self._announce(cache, kwargs, 0, kind=Kind.PROMPT)
             return None
         # An interrupt leaves a forward without the hook after it.
         self._undo(cache)
-        cache.ledger.incoming = None
-        self._checkpoint = cache.checkpoint()
+        cache.forward, self._checkpoint = None, cache.checkpoint()
         if args or given_rows(kwargs) is None:
-            self._agree(cache, kwargs)
+            self._follow(cache, kwargs)
             return None
         kwargs = dict(kwargs)
-        first_round = cache.first_round
         keep = kwargs.get("logits_to_keep", 0)
         keep = keep if isinstance(keep, int) else 0
         self._drop_cached(cache, kwargs, keep)
-        self._agree(cache, kwargs)
-        if (given_rows(kwargs) or 0) > 1 and keep == 1:
-            cache.prompt_expected = True
-        self._feed_pieces(model, cache, kwargs, keep)
-        cache.first_round = first_round
-        cache.prompt_drafts = max(keep - 1, 0) if first_round else 0
-        cache.ledger.incoming = kwargs.get("input_ids")
+        self._follow(cache, kwargs)
+        cut = self._feed_pieces(model, cache, kwargs, keep)
+        if cut and not cache.drafts_announced:
+            self._announce(cache, kwargs, keep, kind=Kind.PROMPT)
+        else:
+            self._announce(cache, kwargs, keep)
         return args, kwargs
+
+    def _announce(self, cache: OasisCache, kwargs: dict[str, Any], keep: int, **known: Any) -> None:
+        """Tell the cache what the forward that begins now is; its mask has been looked at."""
+        known |= {"ids": kwargs.get("input_ids"), "agreed": True}
+        cache.forward = cache.describe(given_rows(kwargs) or 0, keep, **known)
 
     def _change(self, cache: OasisCache, change: Change) -> None:
         """Take note of a change that is undone if the forward breaks off."""
@@ -156,7 +173,7 @@ class ForwardHook:
         self._checkpoint.changes.append(change)
         self._checkpoint.columns = cache.ledger.columns
 
-    def _agree(self, cache: OasisCache, kwargs: dict[str, Any]) -> None:
+    def _follow(self, cache: OasisCache, kwargs: dict[str, Any]) -> None:
         """Check what the mask says of columns that are held, and follow it.
 
         Within one call of `generate` masks only grow, so only the first one is looked at: that
@@ -175,7 +192,7 @@ class ForwardHook:
         try:
             check_width(mask, past, given.shape[1])
             held = mask[:, :past].bool()
-            grown = ledger.agreed == past or (cache.turn is not None and cache.turn.read)
+            grown = cache.mask_agrees or (cache.turn is not None and cache.turn.read)
             if not grown and ledger.differs(held):
                 self._change(cache, hide(cache, held))
         except ValueError:
@@ -184,7 +201,6 @@ class ForwardHook:
                 # Nothing is to be undone.
                 self._checkpoint = None
             raise
-        ledger.agree()
 
     def _drop_cached(self, cache: OasisCache, kwargs: dict[str, Any], keep: int) -> None:
         """Remove leading tokens that the cache holds already.
@@ -199,7 +215,7 @@ class ForwardHook:
         start = past
         if isinstance(mask, Tensor) and mask.ndim == 2:
             start = mask.shape[1] - rows
-        elif mask is None and cache.first_round:
+        elif mask is None and cache.drafts_announced:
             start = int(positions[..., 0].max())
         if not 0 <= start < past:
             return
@@ -215,13 +231,17 @@ class ForwardHook:
 
     def _feed_pieces(
         self, model: torch.nn.Module, cache: OasisCache, kwargs: dict[str, Any], keep: int
-    ) -> None:
-        """Run all of a long prompt but its last piece, which keeps the rows whose logits count."""
+    ) -> bool:
+        """Run all of a long prompt but its last piece, which keeps the rows whose logits count.
+
+        Returns:
+            Whether there were several pieces.
+        """
         size = cache.oasis_config.prefill_chunk_size
         total = given_rows(kwargs) or 0
         wants_all = any(name.startswith("output_") and value for name, value in kwargs.items())
         if size is None or not keep or wants_all or total <= max(size, keep):
-            return
+            return False
         past, done = cache.get_seq_length(), 0
         whole = obstacles(kwargs, past)
         if whole:
@@ -230,12 +250,11 @@ class ForwardHook:
                 f"together with its tokens; all {total} of them are read at once",
                 stacklevel=2,
             )
-            return
-        self._inside = True
+            return False
+        self.feeds_pieces = True
         try:
             while total - done > max(size, keep):
                 end = min(done + size, total - keep)
-                cache.prompt_expected = True
                 model(**piece_of(kwargs, done, end, past))
                 # A sliding layer that records its past keeps everything until a crop, and would
                 # outgrow the mask of the next piece.
@@ -243,6 +262,6 @@ class ForwardHook:
                     cache.crop(0)
                 done = end
         finally:
-            self._inside = False
+            self.feeds_pieces = False
         kwargs.update(columns_of(kwargs, done))
-        cache.prompt_expected = True
+        return True

@@ -53,8 +53,12 @@ class CacheStats:
         batch_size: sequences.
         sparse_layers: offloaded layers.
         native_layers: layers that Transformers' own cache layers serve (sliding, linear, shared).
-        budget_tokens: tokens chosen per KV head and step, besides the tail.
-        resident_tokens: slots per KV head, in tokens.
+        budget_tokens: tokens chosen per KV head and step, besides the tail, where there are as
+            many: the budget in whole blocks; None for all.
+        budget_asked: the budget as it was asked for.
+        block_tokens: tokens per block.
+        resident_tokens: slots per KV head that are allocated, in tokens; they follow the context up
+            to the budget and its head room.
         steps: sparse forwards.
         hit_rate: wanted blocks that were resident.
         fetched_now: wanted blocks fetched before attention (exposed).
@@ -73,10 +77,13 @@ class CacheStats:
         rounds: verifications of drafts.
         drafted: drafts verified.
         accepted: drafts accepted.
-        hbm_bytes: working set in fast memory: pool, tail, index and tables.
+        hbm_bytes: working set in fast memory: pool, tail, index and tables, as allocated.
+        hbm_used_bytes: of these, what holds tokens: resident blocks, the tail's tokens and their
+            index.
         index_bytes: of these, the index.
         native_bytes: K and V that native layers hold.
-        host_bytes: the full store.
+        host_bytes: the full store, as allocated.
+        host_used_bytes: of these, what holds tokens.
         full_kv_bytes: what a dense cache would hold for the same tokens in these layers.
         note: what a reader should know first.
     """
@@ -85,7 +92,9 @@ class CacheStats:
     batch_size: int
     sparse_layers: int
     native_layers: int
-    budget_tokens: int
+    budget_tokens: int | None
+    budget_asked: int | None
+    block_tokens: int
     resident_tokens: int
     steps: int
     hit_rate: float
@@ -103,9 +112,11 @@ class CacheStats:
     drafted: int
     accepted: int
     hbm_bytes: int
+    hbm_used_bytes: int
     index_bytes: int
     native_bytes: int
     host_bytes: int
+    host_used_bytes: int
     full_kv_bytes: int
     note: str
 
@@ -129,7 +140,7 @@ class CacheStats:
             ),
             (
                 "working set",
-                f"{self.budget_tokens:,} tokens attended, {self.resident_tokens:,} resident "
+                f"{self._attended()} attended, {self.resident_tokens:,} resident "
                 "(per KV head, besides the tail)",
             ),
             ("sparse steps", f"{self.steps:,}"),
@@ -155,12 +166,29 @@ class CacheStats:
                 )
             )
         lines += [
-            ("fast memory", f"{_size(self.hbm_bytes)}, index {_size(self.index_bytes)} of it"),
-            ("full KV", f"{_size(self.full_kv_bytes)}, in host memory {_size(self.host_bytes)}"),
+            (
+                "fast memory",
+                f"{_size(self.hbm_bytes)}, index {_size(self.index_bytes)} of it; "
+                f"{_size(self.hbm_used_bytes)} in use",
+            ),
+            (
+                "full KV",
+                f"{_size(self.full_kv_bytes)}, in host memory {_size(self.host_bytes)}; "
+                f"{_size(self.host_used_bytes)} in use",
+            ),
         ]
         if self.native_bytes:
             lines.append(("native layers", f"{_size(self.native_bytes)} in fast memory"))
         return [*lines, ("note", self.note)]
+
+    def _attended(self) -> str:
+        """The budget, and what was asked for where that is no whole number of blocks."""
+        if self.budget_tokens is None:
+            return "all tokens"
+        text = f"{self.budget_tokens:,} tokens"
+        if self.budget_asked == self.budget_tokens:
+            return text
+        return f"{text} ({self.budget_asked:,} rounded up to blocks of {self.block_tokens})"
 
     def _cap(self) -> str:
         """What may be fetched in the background, and why."""

@@ -10,12 +10,13 @@ from torch import Tensor
 from .config import OasisConfig
 from .engine import build_engine
 from .geometry import GROWTH_TOKENS, LayerGeometry, ceil_div, round_up
-from .index import index_class
+from .index import build_index, group_tokens, index_class
 from .link import Allowance, Cap
 from .ops import choose_backend, kernels
 from .residency import Residency
 from .stats import LayerCounters
-from .tiers import HostStore, ResidentPool, Tail
+from .tiers import HostStore, ResidentPool, Tail, host
+from .tiers.limits import require
 
 _epochs = itertools.count(1)
 
@@ -43,12 +44,12 @@ class LayerStorage:
             and no two layers of a process ever have the same. 0 before the first.
     """
 
-    epoch = 0
     config: OasisConfig
     store_layers: int
     columns: int
     recording: bool
     allowance: Allowance
+    epoch: int = 0
 
     def build(self, key: Tensor, value: Tensor) -> None:
         """Create all parts for K `[B, H, T, Dk]` and V `[B, H, T, Dv]` like these."""
@@ -62,7 +63,7 @@ class LayerStorage:
             v_dim=value.shape[-1],
             itemsize=key.element_size(),
             block=config.block_tokens,
-            group=index.group_tokens(config.block_tokens),
+            group=group_tokens(index, config.block_tokens),
             budget=config.budget,
             head_room=config.head_room,
             recent=config.recent_tokens,
@@ -74,9 +75,9 @@ class LayerStorage:
         self.store = HostStore(*shape, device, self.backend)
         self.pool = ResidentPool(*shape, device, self.ops)
         self.tail = Tail(*shape, device, self.ops)
-        self.residency = Residency(self.geometry, self.batch_size, device, self.ops)
-        self.index = index(config.block_tokens, config.budget_blocks, config.reduction, self.ops)
-        self.index.allocate(self.batch_size, heads, key)
+        self.residency = Residency(self.geometry, self.batch_size, device, self.ops, slots=0)
+        sizes = (config.block_tokens, config.budget_blocks, config.reduction, self.batch_size)
+        self.index = build_index(index, *sizes, key)
         self.lengths = torch.zeros(self.batch_size, dtype=torch.long, device=device)
         self.committed = torch.zeros_like(self.lengths)
         self.committed_before = torch.zeros_like(self.lengths)
@@ -124,6 +125,7 @@ class LayerStorage:
             )
         owner.engine.join()
         # The same slabs, also those to come; a batch operation leaves the owner's as they are.
+        owner.store.shared = True
         self.store, self.borrowed = copy.copy(owner.store), committed[0]
         self.renew()
 
@@ -134,15 +136,71 @@ class LayerStorage:
         return *shape, self.dtype, self.device, self.backend
 
     def reserve(self, rows: int) -> None:
-        """Make room for the new tokens in every part that grows."""
-        group = self.geometry.group
-        need = round_up(self.columns + rows, group) // self.geometry.block
-        self.store.ensure(need, self.store_layers)
-        if self.store.blocks > self.residency.blocks:
-            self.index.ensure(self.store.blocks)
-            self.residency.ensure(self.index.capacity)
-            self.renew()
+        """Make room for the new tokens in every part that grows, and count them."""
+        self.grow(rows)
         self.columns += rows
+
+    def _room_after(self, rows: int) -> tuple[int, int]:
+        """Blocks and slots that `rows` more tokens need."""
+        need = round_up(self.columns + rows, self.geometry.group) // self.geometry.block
+        return need, self.geometry.slots_for(need)
+
+    def fits(self, rows: int) -> bool:
+        """Whether `rows` more tokens can be stored without replacing any tensor."""
+        need, slots = self._room_after(rows)
+        return need <= min(self.store.blocks, self.index.capacity) and slots <= self.pool.slots
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` more tokens in every part that grows; nothing else changes.
+
+        The first of the layers that grow by as much in the same forward checks the memory for all
+        of them, before any takes some.
+
+        Raises:
+            HostMemoryError: with the bytes needed and available, and what to change.
+        """
+        if self.fits(rows):
+            return
+        need, slots = self._room_after(rows)
+        require(
+            self._growth_bytes(need, slots) * self.store_layers,
+            host.available_bytes(),
+            f"the full KV of {need} blocks x {self.batch_size} sequences x {self.store_layers} "
+            "layers",
+            "use a shorter context, a smaller batch or a machine with more memory",
+        )
+        self.engine.join()
+        self.store.ensure(need)
+        self.index.ensure(self.store.blocks)
+        self.pool.ensure(slots)
+        self.residency.ensure(self.index.capacity, slots)
+        self.renew()
+
+    def _growth_bytes(self, need: int, slots: int) -> int:
+        """Host memory that growing takes: old and new parts exist at the same time."""
+        total = self.store.growth_bytes(need)
+        if self.device.type == "cpu":
+            g, batch = self.geometry, self.batch_size
+            if need > self.index.capacity:
+                total += self.index.bytes_for(self.store.blocks_for(need))
+            if slots > self.pool.slots:
+                total += g.fast_bytes(batch, slots) - self.tail.nbytes
+        return total
+
+    @property
+    def holds(self) -> int:
+        """Blocks that hold the tokens given so far, rounded up to groups; changes with each."""
+        return self._room_after(0)[0]
+
+    @property
+    def covers(self) -> bool:
+        """Whether a step chooses every block there is, whatever an index says of it."""
+        return self.wanted >= self.holds
+
+    @property
+    def wanted(self) -> int:
+        """Blocks that a step chooses per head: the budget's, or as many as there may be."""
+        return min(self.geometry.budget_blocks, self.pool.slots)
 
     @property
     def scanned(self) -> int:
@@ -172,8 +230,16 @@ class LayerStorage:
 
     def step_bytes(self, tokens: int) -> int:
         """Bytes of fast memory that a step behind `tokens` tokens must read of this layer."""
-        per_sequence = self.geometry.attended_bytes + self.index.scan_bytes(tokens)
+        per_sequence = self.geometry.attended_after(tokens) + self.index.scan_bytes(tokens)
         return self.batch_size * per_sequence
+
+    def used_bytes(self) -> tuple[int, int]:
+        """Bytes that hold tokens, of fast memory and of the store; waits for the device."""
+        g, (lengths, committed) = self.geometry, self.settled()
+        resident = int((self.residency.block_of_slot[..., :-1] >= 0).sum())
+        fast = resident * g.block_bytes + (sum(lengths) - sum(committed)) * g.token_bytes
+        per_group = sum(array[:1, :, :1].nbytes for array in self.index.arrays.values())
+        return fast + sum(committed) // g.group * per_group, sum(committed) * g.token_bytes
 
     def history(self, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """The first tokens of each sequence, read back from store and tail.
@@ -408,8 +474,18 @@ class LayerStorage:
         # A slot may have been given to a block that never arrived.
         self.residency.clear()
 
+    def rowwise(self) -> list[Tensor]:
+        """Every tensor that has a row per sequence: what `map_batch` replaces."""
+        return [
+            *self.store.slabs,
+            *(t for part in (self.pool, self.tail) for t in (part.k, part.v)),
+            *self.index.arrays.values(),
+            *self.residency.tables,
+            *(self.lengths, self.committed, self.committed_before),
+        ]
+
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a batch operation to every part."""
+        """Replace every tensor that has a row per sequence by what `fn` makes of it."""
         self.engine.join()
         for part in (self.store, self.pool, self.tail, self.index, self.residency):
             part.map_batch(fn)

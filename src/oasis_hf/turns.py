@@ -9,7 +9,6 @@ cache was fed are compared with the text's, and what differs is taken back and r
 from __future__ import annotations
 
 import inspect
-import types
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .changes import Change, shorten
 from .compat import cache_of
+from .copying import as_original
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -146,9 +146,6 @@ class Generate:
         with turn(cache, ids, kwargs.get("attention_mask")):
             return self._original(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied model's own `generate`: caches are not copied with their model."""
-        copied = memo.get(id(self._model()))
-        if copied is None or not isinstance(self._original, types.MethodType):
-            return self._original
-        return types.MethodType(self._original.__func__, copied)
+    def __reduce__(self) -> Any:
+        """A copied or pickled model has no cache: it generates by its own method."""
+        return as_original(self._original)

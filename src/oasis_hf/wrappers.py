@@ -70,26 +70,3 @@ def is_compiled(forward: Any) -> bool:
 def adds_tokens(module: Any) -> bool:
     """Whether the active adapter of a module feeds the model tokens of its own (prompt tuning)."""
     return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))
-
-
-class AdapterState:
-    """Which adapters of a model are in use: what a captured step has baked in.
-
-    PEFT's layers say so themselves. Which modules are such layers is looked up once.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._layers = [x for x in model.modules() if hasattr(x, "_active_adapter")]
-
-    def __call__(self) -> tuple[Any, ...]:
-        """Hashable, and equal as long as the same adapters are in use."""
-        return tuple(_state(layer) for layer in self._layers)
-
-
-def _state(layer: Any) -> tuple[Any, ...]:
-    active = layer._active_adapter
-    return (
-        active if isinstance(active, str) else tuple(active),
-        layer._disable_adapters,
-        tuple(layer.merged_adapters),
-    )

@@ -142,5 +142,5 @@ def test_the_command_prints_a_table_or_json() -> None:
 
 def test_the_command_says_when_nothing_matches() -> None:
     result = CliRunner().invoke(app, ["models", "--filter", "no such model"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no such model" in result.output

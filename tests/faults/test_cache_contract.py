@@ -141,8 +141,7 @@ def test_accepted_drafts_are_never_negative(removed: int) -> None:
     generator = torch.Generator()
     driver = Driver(**FULL)
     driver.feed_random(generator, 1, 40)
-    driver.cache.activate_past_recording()
-    driver.cache.first_round = False
+    driver.cache.expect_drafts()
     driver.feed_random(generator, 1, 4)
     driver.cache.crop(-removed)
     stats = driver.cache.stats()

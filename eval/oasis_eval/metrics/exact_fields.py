@@ -8,41 +8,24 @@ import json
 import re
 from typing import Any
 
-import datasets
-import evaluate
+from oasis_eval.metrics import base
 
 
-class Score(evaluate.Metric):
+class Score(base.AnswerMetric):
     """Mean share of the fields given exactly."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        strings = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=__doc__,
-            citation="",
-            inputs_description="predictions: answers; references: a list of strings for each",
-            features=datasets.Features(
-                {"predictions": strings, "references": datasets.Sequence(strings)}
-            ),
+    def of_one(self, answer: str, references: list[str]) -> float:
+        """Share of the fields of one answer."""
+        wanted = [json.loads(reference) for reference in references]
+        given = list(_objects(answer))
+        right = sum(
+            str(found.get(name)).strip() == str(value)
+            for record, found in zip(wanted, given, strict=False)
+            for name, value in record.items()
         )
-
-    def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
-        scores = [_score(*pair) for pair in zip(predictions, references, strict=True)]
-        return {"score": sum(scores) / len(scores), "scores": scores}
-
-
-def _score(answer: str, references: list[str]) -> float:
-    """Share of the fields of one answer."""
-    wanted = [json.loads(reference) for reference in references]
-    given = list(_objects(answer))
-    right = sum(
-        str(found.get(name)).strip() == str(value)
-        for record, found in zip(wanted, given, strict=False)
-        for name, value in record.items()
-    )
-    # More records than asked for are no better than missing ones.
-    fields = sum(map(len, wanted)) * max(1.0, len(given) / len(wanted))
-    return right / fields
+        # More records than asked for are no better than missing ones.
+        fields = sum(map(len, wanted)) * max(1.0, len(given) / len(wanted))
+        return right / fields
 
 
 def _objects(answer: str) -> list[dict[str, Any]]:

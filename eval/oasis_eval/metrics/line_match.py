@@ -4,36 +4,18 @@ An answer's lines that are no references count for nothing; what counts is the l
 references in the right order. List marks, stars and full stops around a line are left out."""
 
 import re
-from typing import Any
 
-import datasets
-import evaluate
+from oasis_eval.metrics import base
 
 
-class Score(evaluate.Metric):
+class Score(base.AnswerMetric):
     """Mean share of the lines given in order."""
 
-    def _info(self) -> evaluate.MetricInfo:
-        strings = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=__doc__,
-            citation="",
-            inputs_description="predictions: answers; references: a list of strings for each",
-            features=datasets.Features(
-                {"predictions": strings, "references": datasets.Sequence(strings)}
-            ),
-        )
-
-    def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
-        scores = [_score(*pair) for pair in zip(predictions, references, strict=True)]
-        return {"score": sum(scores) / len(scores), "scores": scores}
-
-
-def _score(answer: str, references: list[str]) -> float:
-    """Share of the lines of one answer."""
-    wanted = [_plain(line) for line in references]
-    given = [line for line in map(_plain, answer.splitlines()) if line in set(wanted)]
-    return _longest(given, wanted) / len(wanted)
+    def of_one(self, answer: str, references: list[str]) -> float:
+        """Share of the lines of one answer."""
+        wanted = [_plain(line) for line in references]
+        given = [line for line in map(_plain, answer.splitlines()) if line in set(wanted)]
+        return _longest(given, wanted) / len(wanted)
 
 
 def _longest(given: list[str], wanted: list[str]) -> int:

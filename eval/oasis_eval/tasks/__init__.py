@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
-from ..fill import fill
-from ..prose import Prose
-from ..sample import Sample, Scene, Task
+from ..material.prose import Prose
 from . import answering, counting, language, needles, recall, records, tracing
+from .fill import fill
+from .parts import Draft, Sample, Scene, Task
 
 ALL_OF, ANY_OF = "string_match_all", "string_match_part"
 
@@ -40,7 +41,7 @@ RECALL: dict[str, Task] = {
         partial(recall.recall, many=True), ALL_OF, "one of as many facts as there are keys"
     ),
 }
-"""In the words of the small retrieval model, which `eval/train_retrieval.py` trains."""
+"""In the words of the small retrieval model, which `oasis-hf study retrieval-model` trains."""
 
 LANGUAGE: dict[str, Task] = RULER | {
     "needles_11": Task(
@@ -63,6 +64,15 @@ TASKS: dict[str, Task] = (
 """Every task."""
 
 
+def drafted(
+    name: str, context: int, number: int, seed: int, prose: Prose
+) -> tuple[Draft, Callable[[int], str]]:
+    """A sample before it is filled, and the words of prose that fill it; as in `sample`."""
+    draw = Random(f"{seed}/{name}/{context}/{number}")
+    words = prose.started(draw.random())
+    return TASKS[name].make(Scene(draw, number, context, words)), words
+
+
 def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, prose: Prose) -> Sample:
     """Draws one sample; the same arguments give the same one.
 
@@ -77,9 +87,7 @@ def sample(name: str, tokenizer: Any, context: int, number: int, seed: int, pros
     Raises:
         ValueError: the task does not fit into `context`.
     """
-    draw = Random(f"{seed}/{name}/{context}/{number}")
-    words = prose.started(draw.random())
-    draft = TASKS[name].make(Scene(draw, number, context, words))
+    draft, words = drafted(name, context, number, seed, prose)
     try:
         text, tokens = fill(tokenizer, draft, context, words)
     except ValueError as error:

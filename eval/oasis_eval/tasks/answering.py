@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..sample import Draft, Scene, Turn
-from ..words import keys, names
+from ..material.words import keys, names
+from .parts import Draft, Scene, Turn
 
 DOCUMENT_WORDS = 60
 INSTRUCTION = "Answer with the name only."

@@ -6,8 +6,8 @@ import math
 import re
 from random import Random
 
-from ..sample import Draft, Scene, Turn
-from ..words import keys, made_up
+from ..material.words import keys, made_up
+from .parts import Draft, Scene, Turn
 
 COMMON = 10
 SHORT = 4096

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..sample import Draft, Scene
+from .parts import Draft, Scene
 
 SCORED = 1000
 GENERATED = 2048

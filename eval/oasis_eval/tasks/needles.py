@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..sample import Draft, Scene, Turn
-from ..words import keys, numbers, uuids
+from ..material.words import keys, numbers, uuids
 from .hiding import filler, hidden, one_depth, some_depths
+from .parts import Draft, Scene, Turn
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 VALUE_TOKENS = 24

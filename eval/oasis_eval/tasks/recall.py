@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..recall import CELL, LENGTH, Words, fact, question
-from ..sample import Draft, Scene, Turn
+from ..retrieval.language import CELL, LENGTH, Words, fact, question
 from .hiding import one_depth
+from .parts import Draft, Scene, Turn
 
 SHARE = 12
 """Tokens of the context for each of many facts: half of it is facts."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from ..sample import Draft, Scene, Turn
-from ..words import CITIES, NOUNS, keys, names, numbers
+from ..material.words import CITIES, NOUNS, keys, names, numbers
 from .hiding import hidden, some_depths
+from .parts import Draft, Scene, Turn
 
 TOKENS = 56
 """About what one record takes in an answer, as JSON."""

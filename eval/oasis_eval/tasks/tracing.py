@@ -5,9 +5,9 @@ from __future__ import annotations
 import string
 from itertools import pairwise
 
-from ..sample import Draft, Scene, Turn
-from ..words import made_up, numbers
+from ..material.words import made_up, numbers
 from .hiding import filler, hidden, some_depths
+from .parts import Draft, Scene, Turn
 
 
 def variables(scene: Scene, hops: int = 4) -> Draft:

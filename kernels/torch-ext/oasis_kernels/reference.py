@@ -95,7 +95,7 @@ def truncate_share(share: Tensor) -> Tensor:
 
     Blocks whose shares differ by less than 8 bits of precision are as good as each other, and those
     of next to nothing too. So a share has 12 bits, which makes a threshold search short, and the
-    choice no longer hangs on the rounding of a backend.
+    choice hangs less on the rounding of a backend: only near-ties, within this resolution, do.
     """
     upper = share.contiguous().view(torch.int32) & -0x10000
     return torch.where(upper >= LEAST_SHARE, upper, 0).view(torch.float32)

@@ -27,7 +27,9 @@ def predicted_bytes(cache: OasisCache, model: torch.nn.Module) -> int:
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return weights + sum(
-        layer.geometry.fast_bytes(layer.batch_size) + layer.index.nbytes + layer.residency.nbytes
+        layer.geometry.fast_bytes(layer.batch_size, layer.residency.slots)
+        + layer.index.nbytes
+        + layer.residency.nbytes
         for layer in cache.offloaded
         if layer.is_initialized
     )

@@ -81,7 +81,8 @@ class Choices:
             policy, as what fits a large budget may not fit a small one.
 
     Raises:
-        ValueError: an option has no value, or a cap is none or would change nothing.
+        ValueError: an option has no value, one that `OasisCache` refuses, or a cap that would
+            change nothing.
     """
 
     budgets: tuple[int, ...] = (2048, 512)
@@ -99,6 +100,8 @@ class Choices:
             OasisConfig(fetch_cap=cap)
         for size in self.block_sizes:
             OasisConfig(budget=min(self.budgets), block_size=size)
+        for options in self.options(all_budgets=True):
+            OasisConfig(**options)
         if len(self.caps) > 1 and self.policies[0] == "fetch":
             raise ValueError(
                 f"caps: got {len(self.caps)} of them beside the policy 'fetch', which fetches "

@@ -160,8 +160,7 @@ def filled_cache(
     for layer in cache.offloaded[1:]:
         layer.lazy_initialization(example, example)
         layer.store.slabs, layer.store.table = first.store.slabs, first.store.table
-        layer.index.ensure(layer.store.blocks)
-        layer.residency.ensure(layer.index.capacity)
+        layer.reserve(tokens)
         for name, array in first.index.arrays.items():
             layer.index.arrays[name].copy_(array)
         for ours, theirs in (
@@ -171,7 +170,6 @@ def filled_cache(
             (layer.tail.v, first.tail.v),
         ):
             ours.copy_(theirs)
-        layer.columns = tokens
         layer.renew()
     cache.ledger.append(None, batch, tokens, first.device)
     torch.cuda.empty_cache()

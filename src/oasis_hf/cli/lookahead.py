@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-import platform
-import shlex
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from ..config import INDEX_NAMES
+from ..geometry import round_up
+from .checks import (
+    each,
+    fits,
+    found_model,
+    model_config,
+    numbers,
+    output_file,
+    output_folder,
+    positions,
+    tokenizer,
+    words,
+)
+from .errors import Mistake, mistake, option_of
+from .replays import added, environment, show
+from .terminal import Work, console, working
 
-    from ..lab import Recording
+if TYPE_CHECKING:
+    from ..lab import Grid, Recording
     from ..lab.session import Setup
 
-SHOWN_CAP = 0.05
+EXIT_LAYERS, LEFT_OUT = 28, 2
+"""Layers of an early exit, and those that it leaves out at least, unless the user says."""
+MOST_DRAFTS = 31
+"""Rows of a verification less one."""
 
 
 def lookahead(
@@ -46,8 +60,15 @@ def lookahead(
     budgets: Annotated[str, typer.Option(help="Tokens attended to per KV head.")] = "512,2048",
     context: Annotated[int, typer.Option(help="Tokens read before.", min=64)] = 6144,
     tokens: Annotated[int, typer.Option(help="Tokens decoded.", min=3)] = 96,
-    drafts: Annotated[int, typer.Option(help="Drafts per verification at most.", min=1)] = 5,
-    exit_layers: Annotated[int, typer.Option(help="Layers of an early exit.", min=1)] = 28,
+    drafts: Annotated[
+        int, typer.Option(help="Drafts per verification at most.", min=1, max=MOST_DRAFTS)
+    ] = 5,
+    exit_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers of an early exit: 28, or all but two of the model's by default.", min=1
+        ),
+    ] = None,
     greedy: Annotated[
         bool, typer.Option(help="Decode what the model says instead of what the text does.")
     ] = False,
@@ -69,79 +90,175 @@ def lookahead(
     Recall is the share of the blocks that the index wants in a step which are resident when it
     begins, at the same number of slots for every predictor.
     """
-    from rich.console import Console
+    from transformers.utils import logging
 
-    from ..lab import Grid, measure
-    from ..lab.session import Setup
+    from ..lab import measure
+    from ..lab.session import RUNS, Setup
+    from ..lab.texts import TEXTS
     from ..packaged import cache_home
 
-    console = Console()
+    chosen = words("--texts", texts, TEXTS)
+    wanted = words("--runs", runs, RUNS)
+    grid = _grid(predictors, indexes, budgets, sweep)
     folder = recordings or cache_home() / "lookahead"
-    grid = Grid(
-        predictors=tuple(_words(predictors)),
-        indexes=tuple(_words(indexes)),
-        budgets=tuple(int(word) for word in _words(budgets)),
-    )
-    if not sweep:
-        grid = dataclasses.replace(grid, indexes=grid.indexes[:1], swept_runs=())
+    output_folder("--recordings", folder)
+    output_file("--out", out)
+    earlier = _earlier(out, add)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     rows: list[dict[str, Any]] = []
     about: list[dict[str, Any]] = []
-    try:
-        for text in _words(texts):
-            setup = Setup(
+    with working("looking for the model") as work:
+        source = found_model("--model", model, work.stage)
+        depth = _layers(source, context + tokens + drafts, exit_layers)
+        setups = [
+            Setup(
                 text,
                 context,
                 tokens,
                 drafts,
-                exit_layers,
+                depth,
                 sparse_budget=grid.budgets[0],
                 greedy=greedy,
                 seed=seed,
             )
-            recording = _recording(setup, tuple(_words(runs)), model, folder, console)
+            for text in chosen
+        ]
+        work.stage("reading the texts")
+        _check_texts(setups, source)
+        for setup in setups:
+            _held(setup, source, folder)
+        for setup in setups:
+            recording = _recording(setup, wanted, source, folder, work)
             about.append(recording.about)
-            rows += measure(recording, grid, console.log)
-    except ValueError as error:
-        typer.secho(f"oasis-hf lookahead: {error}", fg="red", err=True)
-        raise typer.Exit(1) from error
-    _print(rows, console)
+            rows += measure(recording, grid, work.log)
+    show(rows, console())
     if out is not None:
-        report = {"about": _environment() | {"recordings": about}, "rows": rows}
-        if add and out.is_file():
-            report = _added(json.loads(out.read_text(encoding="utf-8")), report)
+        report = {"about": environment() | {"recordings": about}, "rows": rows}
+        if earlier is not None:
+            report = added(earlier, report)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
+# ---- options, before any work ------------------------------------------------------------------
+
+
+def _grid(predictors: str, indexes: str, budgets: str, sweep: bool) -> Grid:
+    """What is compared."""
+    from ..lab import Grid
+    from ..lab.replay import LRU
+    from ..lab.scores import Layout
+    from ..lookahead import predictor
+
+    names = words("--predictors", predictors)
+    if LRU in names:
+        raise mistake("--predictors", LRU, "predictors beside it: it is always there, leave it out")
+    each("--predictors", names, predictor)
+    block = Layout.block_size
+    grid = Grid(
+        predictors=names,
+        indexes=words("--indexes", indexes, INDEX_NAMES),
+        # As a cache rounds its budget.
+        budgets=tuple(round_up(budget, block) for budget in numbers("--budgets", budgets, 1)),
+    )
+    if sweep:
+        return grid
+    return dataclasses.replace(grid, indexes=grid.indexes[:1], swept_runs=())
+
+
+def _earlier(out: Path | None, add: bool) -> dict[str, Any] | None:
+    """The report that is added to, if there is one."""
+    if not add:
+        return None
+    if out is None:
+        raise Mistake("--add: got no file to add to; name it with --out FILE")
+    if not out.is_file():
+        return None
+    try:
+        report = json.loads(out.read_text(encoding="utf-8"))
+        added(report, {"about": {"recordings": [], "command": ""}, "rows": []})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise mistake(
+            "--out", out, "a report of this command to --add to; leave --add out to replace it"
+        ) from error
+    return report
+
+
+def _layers(source: str | Path, needed: int, exit_layers: int | None) -> int:
+    """Layers of an early exit, in a model of full attention that has positions for all tokens."""
+    from .. import compat
+
+    config = model_config("--model", source)
+    layers = compat.native_layers(config)
+    if not all(compat.is_full_attention(layer) for layer in layers):
+        raise mistake("--model", str(source), "a model with full attention in all of its layers")
+    depth = len(layers)
+    if exit_layers is None:
+        exit_layers = max(1, min(EXIT_LAYERS, depth - LEFT_OUT))
+    if exit_layers > depth:
+        raise mistake("--exit-layers", exit_layers, f"1 to {depth}, the layers of the model")
+    most = positions(config)
+    over = needed - (most or needed)
+    fits(most, "--context, --tokens and --drafts", needed, f"lower --context by {over}")
+    return exit_layers
+
+
+def _check_texts(setups: list[Setup], source: str | Path) -> None:
+    """That the texts are as long as is asked for."""
+    from ..lab.texts import text_ids
+
+    ids = tokenizer("--model", source)
+    for setup in setups:
+        try:
+            text_ids(setup.text, ids, setup.context, setup.following, setup.seed)
+        except ValueError as error:
+            raise option_of(error, {"context": "--context", "text": "--texts"}) from error
+
+
+# ---- recordings --------------------------------------------------------------------------------
+
+
+def _path(setup: Setup, folder: Path) -> Path:
+    return folder / f"{setup.name.replace(', ', '-')}-{setup.context}.safetensors"
+
+
+def _held(setup: Setup, source: str | Path, folder: Path) -> Recording | None:
+    """The recording of this setup that the folder has."""
+    from ..lab import Recording
+
+    path = _path(setup, folder)
+    if not path.is_file():
+        return None
+    try:
+        recording = Recording.load(path)
+    except ValueError as error:
+        raise Mistake(f"--recordings: {error}") from error
+    wanted = vars(setup) | {"text": setup.name, "model": Path(str(source)).name}
+    return recording if recording.about | wanted == recording.about else None
 
 
 def _recording(
-    setup: Setup, runs: tuple[str, ...], model: str, folder: Path, console: Console
+    setup: Setup,
+    runs: tuple[str, ...],
+    source: str | Path,
+    folder: Path,
+    work: Work,
 ) -> Recording:
-    """A recording of this setup with these runs: from its file, or made now and saved."""
-    from transformers.utils import logging
-
-    from ..lab import Recording
-    from ..lab.session import record
-    from ..packaged import load, smollm2
-
-    path = folder / f"{setup.name.replace(', ', '-')}-{setup.context}.safetensors"
-    source = model or smollm2()
-    wanted = vars(setup) | {"text": setup.name, "model": Path(str(source)).name}
-    recording = Recording.load(path) if path.is_file() else None
-    if recording is not None and recording.about | wanted != recording.about:
-        recording = None
-    if recording is not None and set(runs) <= set(recording.runs):
-        return _only(recording, runs)
+    """A recording of this setup with these runs: the one that is there, or made now and saved."""
     import torch
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    llm, tokenizer = load(source, dtype=torch.float32, device_map="cpu")
-    for so_far in record(llm, tokenizer, setup, runs, recording, console.log):
-        so_far.save(path)
+    from ..lab.session import record
+    from ..packaged import load
+
+    held = _held(setup, source, folder)
+    if held is not None and set(runs) <= set(held.runs):
+        return _only(held, runs)
+    work.stage("loading the model")
+    llm, tokens = load(source, dtype=torch.float32, device_map="cpu")
+    recording = held
+    for so_far in record(llm, tokens, setup, runs, held, work.log):
+        so_far.save(_path(setup, folder))
         recording = so_far
     assert recording is not None
     return _only(recording, runs)
@@ -150,65 +267,3 @@ def _recording(
 def _only(recording: Recording, runs: tuple[str, ...]) -> Recording:
     """The recording with these runs, in this order."""
     return dataclasses.replace(recording, runs={name: recording.runs[name] for name in runs})
-
-
-def _added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Two reports as one: of a text that both have, the newer runs."""
-    runs = {(row["text"], row["run"]) for row in new["rows"]}
-    rows = [row for row in old["rows"] if (row["text"], row["run"]) not in runs]
-    texts = {recording["text"] for recording in new["about"]["recordings"]}
-    kept = [x for x in old["about"]["recordings"] if x["text"] not in texts]
-    commands = dict.fromkeys([old["about"]["command"], new["about"]["command"]])
-    about = new["about"] | {"command": "; ".join(commands)}
-    about["recordings"] = kept + new["about"]["recordings"]
-    return {"about": about, "rows": rows + new["rows"]}
-
-
-def _environment() -> dict[str, Any]:
-    from importlib.metadata import version
-
-    words, given = [], iter(sys.argv[1:])
-    for word in given:
-        if word in ("--out", "--recordings"):
-            next(given)
-        elif word != "--add":
-            words.append(word)
-    return {
-        "command": shlex.join(["oasis-hf", *words]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "python": platform.python_version(),
-        **{name.replace("-", "_"): version(name) for name in ("torch", "transformers")},
-    }
-
-
-def _print(rows: Iterable[dict[str, Any]], console: Console) -> None:
-    """Predictors at equal slots, where misses are fetched; one table per text, run and budget."""
-    from rich import box
-    from rich.table import Table
-
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        default = row["head_room"] == 2.0 and row["on_miss"] == "fetch"
-        if default and row["fetch_cap"] in (None, SHOWN_CAP):
-            key = tuple(row[name] for name in ("text", "run", "index", "budget"))
-            groups.setdefault(key, []).append(row)
-    for (text, run, index, budget), found in groups.items():
-        table = Table(box=box.SIMPLE_HEAD, title=f"{text}, {run}, {index}, budget {budget:,}")
-        for name in ("predictor", "cap"):
-            table.add_column(name)
-        for name in ("recall", "5 %", "least", "over lru", "true", "mass", "used", "kB/token"):
-            table.add_column(name, justify="right")
-        for row in found:
-            mean, low, high = (100 * part for part in row.get("over_lru", (0, 0, 0)))
-            used = row["precision"]
-            table.add_row(
-                row["predictor"],
-                "" if row["fetch_cap"] is None else f"{row['fetch_cap']:g}",
-                *(f"{row[name]:.1%}" for name in ("recall", "recall_p5", "recall_min")),
-                f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]",
-                f"{row['recall_true']:.1%}",
-                f"{row['mass']:.1%}",
-                "" if used is None else f"{used:.0%}",
-                f"{(row['ahead_bytes'] + row['now_bytes'] + row['behind_bytes']) / 1e3:,.0f}",
-            )
-        console.print(table)

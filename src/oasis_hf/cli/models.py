@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .errors import mistake
+from .terminal import Work, console, working
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,7 +28,9 @@ def models(
         str, typer.Option("--filter", help="Only types or classes with this in their name.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    timeout: Annotated[int, typer.Option(help="Seconds after which a model is given up.")] = 60,
+    timeout: Annotated[
+        int, typer.Option(help="Seconds after which a model is given up.", min=1)
+    ] = 60,
 ) -> None:
     """Try every causal language model of the installed Transformers, tiny and random.
 
@@ -36,7 +41,6 @@ def models(
     """
     import warnings
 
-    from rich.console import Console
     from transformers.utils import logging
 
     from .. import tiny
@@ -50,18 +54,15 @@ def models(
         if wanted in kind.lower() or wanted in tiny.class_name(kind).lower()
     ]
     if not types:
-        typer.secho(
-            f"oasis-hf models: --filter: got {name!r}, which no model type or class of the "
-            "installed Transformers contains",
-            fg="red",
-            err=True,
+        raise mistake(
+            "--filter", name, "a part of a model type or class of the installed Transformers"
         )
-        raise typer.Exit(1)
-    verdicts = list(_verdicts(types, timeout, Console(stderr=True)))
+    with working("trying models", remaining=True) as work:
+        verdicts = list(_verdicts(types, timeout, work))
     if as_json:
         typer.echo(_as_json(verdicts))
     else:
-        _print(verdicts, Console())
+        _print(verdicts, console())
     if any(verdict.status == "WRONG" for verdict in verdicts):
         raise typer.Exit(1)
 
@@ -89,13 +90,13 @@ def _limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _verdicts(types: list[str], timeout: int, console: Console) -> Iterator[Verdict]:
-    from rich.progress import track
-
+def _verdicts(types: list[str], timeout: int, work: Work) -> Iterator[Verdict]:
     from .. import tiny
     from ..survey import Verdict, survey
 
-    for kind in track(types, "trying models", console=console, transient=True):
+    work.stage("trying models", len(types))
+    for number, kind in enumerate(types):
+        work.move(number, what=kind)
         try:
             with _limit(timeout):
                 verdict = survey(kind)
@@ -121,25 +122,25 @@ def _as_json(verdicts: list[Verdict]) -> str:
     return json.dumps({"versions": _versions(), "counts": counts, "models": rows}, indent=2)
 
 
-def _print(verdicts: list[Verdict], console: Console) -> None:
-    from rich import box
-    from rich.table import Table
+def _print(verdicts: list[Verdict], shown: Console) -> None:
+    """A table; what is to be said of a model stands below its row, as wide as the terminal."""
+    from rich.padding import Padding
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("model type", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("offloaded", justify="right")
-    table.add_column("native", justify="right")
-    table.add_column("largest error", justify="right")
-    table.add_column("reason or remark", overflow="fold", style="dim")
+    wide = max(len("model type"), *(len(verdict.model_type) for verdict in verdicts))
+    status = max(len("verdict"), *(len(verdict.status) for verdict in verdicts))
+    shown.print(f"{'model type':<{wide}}  {'verdict':<{status}}  offloaded  native  largest error")
+    shown.print("─" * min(shown.width, wide + status + 36))
     for verdict in verdicts:
-        figures = ("", "", "")
+        row = Text(f"{verdict.model_type:<{wide}}  ")
+        style = STYLES.get(verdict.status, "yellow")
+        row.append(f"{verdict.status:<{status}}", style=style)
         if verdict.offloaded:
-            figures = (str(verdict.offloaded), str(verdict.native), f"{verdict.error:.0e}")
-        status = Text(verdict.status, style=STYLES.get(verdict.status, "yellow"))
-        table.add_row(verdict.model_type, status, *figures, Text(verdict.detail))
-    console.print(table)
+            row.append(f"  {verdict.offloaded:>9}  {verdict.native:>6}  {verdict.error:>13.0e}")
+        shown.print(row)
+        if verdict.detail:
+            shown.print(Padding(Text(verdict.detail, style="dim"), (0, 0, 0, 4)))
+    shown.print()
     counts = Counter(verdict.status for verdict in verdicts)
-    console.print(", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]))
-    console.print(", ".join(f"{package} {number}" for package, number in _versions().items()))
+    shown.print(", ".join(f"{counts[status]} {status}" for status in ORDER if counts[status]))
+    shown.print(", ".join(f"{package} {number}" for package, number in _versions().items()))

@@ -11,6 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ..geometry import GROWTH_TOKENS
+
 if TYPE_CHECKING:
     from ..stats import CacheStats
 
@@ -43,9 +45,23 @@ def print_question(console: Console, setup: str, hidden: str | None, question: s
 
 
 def print_report(
-    console: Console, dense: Answer, oasis: Answer, stats: CacheStats, expected: str | None
+    console: Console,
+    dense: Answer,
+    oasis: Answer,
+    stats: CacheStats,
+    expected: str | None,
+    on_cpu: bool = False,
 ) -> None:
-    """Prints the answers side by side, and below them what the cache counted."""
+    """Prints the answers side by side, and below them what the cache counted.
+
+    Args:
+        console: where to.
+        dense: the answer of dense attention.
+        oasis: the answer with an `OasisCache`.
+        stats: its counters.
+        expected: what a right answer contains.
+        on_cpu: say what times of a CPU are worth.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", style="dim")
     table.add_column("dense", overflow="fold", max_width=42)
@@ -64,10 +80,24 @@ def print_report(
     )
     table.add_row("time per token", f"{dense.ms_per_token:.0f} ms", f"{oasis.ms_per_token:.0f} ms")
     console.print(table)
+    for remark in remarks(stats, on_cpu):
+        console.print(remark)
     counts = _pairs()
     for label, value in stats.rows():
         counts.add_row(label, value)
     console.print(_panel(counts, "cache.stats()"))
+
+
+def remarks(stats: CacheStats, on_cpu: bool) -> list[str]:
+    """What a reader of the figures must know: a line each."""
+    found = []
+    if on_cpu:
+        found.append("A CPU shows correctness and memory; its times say nothing of a GPU's speed.")
+    if stats.host_bytes > stats.full_kv_bytes:
+        found.append(
+            f"Host memory is taken {GROWTH_TOKENS:,} tokens at a time: more than a short text has."
+        )
+    return found
 
 
 def agreement(dense: list[int], oasis: list[int]) -> str:

@@ -57,14 +57,15 @@ class Decoder:
         for first in range(past, columns, piece or columns):
             end = min(columns, first + (piece or columns))
             if isinstance(self.cache, OasisCache):
-                self.cache.prompt_expected = True
+                self.cache.expect(prompt=True)
             part = ids[:, first - past : end - past]
             logits = self._forward(part, real[:, :end], positions[:, first:end], 1)
             # From here on drafts may be rejected, and what was read is no part of the first
             # verification. A sliding layer that records its past gives back what it need not hold.
-            self.cache.activate_past_recording()
             if isinstance(self.cache, OasisCache):
-                self.cache.first_round = False
+                self.cache.expect_drafts()
+            else:
+                self.cache.activate_past_recording()
             rounds.shift(self.cache, torch.zeros(batch, dtype=torch.long, device="cpu"))
         self._lengths = real.sum(1)
         self._columns = columns
@@ -86,7 +87,7 @@ class Decoder:
         mask = torch.cat([self.mask, real], 1)
         if isinstance(self.cache, OasisCache):
             # Laid out by this object: what it says of earlier columns need not be checked.
-            self.cache.ledger.agree()
+            self.cache.expect(agreed=True)
         first = (self._lengths + offset)[:, None]
         positions = (first + real.long().cumsum(1) - 1).clamp(min=0)
         logits = self._forward(tokens, mask, positions, keep or tokens.shape[1])

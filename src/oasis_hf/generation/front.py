@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,8 @@ def generate(
     ```
 
     Both are the same. Transformers does not hand `assistant_model`, `streamer` and `tokenizer` to a
-    `custom_generate` function, so the second way takes the draft as `draft`, and no streamer.
+    `custom_generate` function, so the second way takes the draft as `draft`, and no streamer. It
+    warns where nothing to draft with arrives; `speculation=Speculation(0)` says that this is meant.
 
     Args:
         model: the model whose tokens are wanted.
@@ -105,23 +107,64 @@ def generate(
         # Of a wrapper it does not show what its forward takes.
         draft = served_model(draft)
     inputs = input_ids if inputs is None else inputs
-    if not compat.is_prepared(generation_config):
-        bound = {"draft": draft, "draft_cache": draft_cache, "speculation": speculation}
-        stopping_criteria = _with_stop_strings(stopping_criteria, kwargs)
-        # A model whose own `generate` was replaced by this one must not come back here. Some
-        # wrappers have none of their own.
-        owner: Any = model if hasattr(type(model), "generate") else served_model(model)
-        return type(owner).generate(
-            owner,
+    bound = {"draft": draft, "draft_cache": draft_cache, "speculation": speculation}
+    if compat.is_prepared(generation_config):
+        # Called by `model.generate`, which may have kept a draft to itself.
+        if draft is None and speculation is None and not generation_config.prompt_lookup_num_tokens:
+            _warn_of_no_drafts()
+        assert inputs is not None
+        return _generate(
+            model,
             inputs,
             generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             streamer=streamer,
-            custom_generate=functools.partial(generate, streamer=streamer, **bound),
+            **bound,
             **kwargs,
         )
-    assert inputs is not None
+    stopping_criteria = _with_stop_strings(stopping_criteria, kwargs)
+    # A model whose own `generate` was replaced by this one must not come back here. Some wrappers
+    # have none of their own.
+    owner: Any = model if hasattr(type(model), "generate") else served_model(model)
+    return type(owner).generate(
+        owner,
+        inputs,
+        generation_config=generation_config,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        streamer=streamer,
+        custom_generate=functools.partial(_generate, streamer=streamer, **bound),
+        **kwargs,
+    )
+
+
+def _warn_of_no_drafts() -> None:
+    """Say that nothing is drafted, where a draft may have been lost on the way."""
+    warnings.warn(
+        "custom_generate: no source of drafts arrived, so every token is decoded by itself. "
+        "Transformers does not hand assistant_model on to a function given as custom_generate: "
+        "pass it as draft=..., or prompt_lookup_num_tokens=...; speculation=Speculation(0) says "
+        "that no drafts are wanted",
+        # Whoever called `model.generate`, below torch's no_grad.
+        stacklevel=5,
+    )
+
+
+def _generate(
+    model: Any,
+    inputs: Tensor,
+    *,
+    generation_config: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    streamer: Any = None,
+    draft: Any = None,
+    draft_cache: Any = None,
+    speculation: Speculation | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`generate`, once Transformers has prepared its arguments."""
     cache = compat.cache_of(kwargs)
     real = _mask(inputs, kwargs, generation_config)
     speculation = _speculation(speculation, draft, generation_config)

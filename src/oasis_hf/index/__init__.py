@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import torch
+
+from ..ops import kernels
 from .base import Index
+from .checks import check_class, check_group, check_index
 from .keys2bit import Keys2BitIndex
 from .minmax import MinMax8Index, MinMaxIndex
 from .simple import MeanKeyIndex, OracleIndex, StreamingIndex
@@ -25,14 +29,55 @@ def index_class(index: Any) -> type[Index]:
 
     Raises:
         TypeError: neither a known name nor a subclass of `Index`.
+        OasisConfigError: a subclass that cannot be used.
     """
     if isinstance(index, str) and index in INDEXES:
         return INDEXES[index]
     if isinstance(index, type) and issubclass(index, Index):
+        if not _built_in(index):
+            check_class(index, INDEXES)
         return index
     raise TypeError(
         f"index: got {index!r}, expected one of {sorted(INDEXES)} or a subclass of Index"
     )
+
+
+def group_tokens(index: type[Index], block: int) -> int:
+    """Tokens that an index encodes together.
+
+    Raises:
+        OasisConfigError: they are no multiple of the block.
+    """
+    return index.group_tokens(block) if _built_in(index) else check_group(index, block)
+
+
+def build_index(
+    index: type[Index],
+    block: int,
+    budget_blocks: int,
+    reduction: str,
+    batch: int,
+    example: torch.Tensor,
+) -> Index:
+    """An empty index for keys `[B, H, ..., D]` like `example`, of `batch` sequences.
+
+    Raises:
+        OasisConfigError: a class of one's own that breaks the contract of `Index`.
+    """
+
+    def make() -> Index:
+        return index(block, budget_blocks, reduction, kernels("reference"))
+
+    heads, built = example.shape[1], make()
+    if not _built_in(index):
+        check_index(make, heads, example)
+        built.watched = True
+    built.allocate(batch, heads, example)
+    return built
+
+
+def _built_in(index: type[Index]) -> bool:
+    return INDEXES.get(getattr(index, "name", "")) is index
 
 
 __all__ = [
@@ -44,5 +89,7 @@ __all__ = [
     "MinMaxIndex",
     "OracleIndex",
     "StreamingIndex",
+    "build_index",
+    "group_tokens",
     "index_class",
 ]

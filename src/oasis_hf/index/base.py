@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import ceil_div, round_up
+from .checks import check_scores
 
 
 class Index(ABC):
@@ -27,11 +28,13 @@ class Index(ABC):
         block: tokens per block.
         budget_blocks: blocks that will be chosen per head.
         arrays: stored tensors `[B, H, groups + 1, ...]`; the last group is the spill.
+        watched: whether the next scores are checked, those of an index that is not built in.
     """
 
     name: ClassVar[str]
     estimates_mass: ClassVar[bool] = False
     coarse: ClassVar[tuple[str, ...] | None] = None
+    watched: bool = False
 
     def __init__(self, block: int, budget_blocks: int, reduction: str, ops: ModuleType) -> None:
         self.block, self.budget_blocks = block, budget_blocks
@@ -65,12 +68,20 @@ class Index(ABC):
         """Grow the capacity to at least `blocks` blocks."""
         if blocks <= self.capacity:
             return
-        old, group = self.capacity, self.group_tokens(self.block) // self.block
-        self.capacity = round_up(blocks, group)
+        group = self.group_tokens(self.block) // self.block
+        capacity = round_up(blocks, group)
+        grown = {
+            name: array.new_zeros(*array.shape[:2], capacity // group + 1, *array.shape[3:])
+            for name, array in self.arrays.items()
+        }
         for name, array in self.arrays.items():
-            grown = array.new_zeros(*array.shape[:2], self.capacity // group + 1, *array.shape[3:])
-            grown[:, :, : old // group] = array[:, :, :-1]
-            self.arrays[name] = grown
+            grown[name][:, :, : self.capacity // group] = array[:, :, :-1]
+        self.arrays, self.capacity = grown, capacity
+
+    def bytes_for(self, blocks: int) -> int:
+        """Bytes of arrays with a capacity of at least `blocks` blocks."""
+        groups = ceil_div(blocks * self.block, self.group_tokens(self.block))
+        return sum((groups + 1) * array[:, :, :1].nbytes for array in self.arrays.values())
 
     def allocate(self, batch: int, heads: int, example: Tensor) -> None:
         """Create the arrays for keys like `example` `[..., D]`."""
@@ -108,7 +119,11 @@ class Index(ABC):
         live = (number[None] < committed[:, None])[:, None]
         # A real row sees at least itself in the tail.
         real = rest > float("-inf")
-        logits = self.block_logits(torch.where(real[..., None], query, 0.0), live)
+        rows = torch.where(real[..., None], query, 0.0)
+        logits = self.block_logits(rows, live)
+        if self.watched:
+            check_scores(self, logits, rows, live)
+            self.watched = False
         return self.ops.reduce_rows(
             logits, live, rest if self.estimates_mass else None, self.reduction, real
         )

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+ANOTHER = "remove it, or name another folder"
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,24 @@ class Recording:
         Raises:
             ValueError: the file is something else.
         """
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if "lookahead" not in metadata:
-                raise ValueError(f"{path}: got another kind of file, expected a recording")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        keys, values = tensors.pop("keys"), tensors.pop("values")
-        parts: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            run, part = name.rsplit("/", 1)
-            parts.setdefault(run, {})[part] = tensor
-        runs = {name: Run(**found) for name, found in parts.items()}
-        return cls(keys=keys, values=values, runs=runs, **json.loads(metadata["lookahead"]))
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: cannot be read ({error}); {ANOTHER}") from error
+        if "lookahead" not in metadata:
+            raise ValueError(f"{path}: got another kind of file, expected a recording; {ANOTHER}")
+        try:
+            keys, values = tensors.pop("keys"), tensors.pop("values")
+            parts: dict[str, dict[str, Tensor]] = {}
+            for name, tensor in tensors.items():
+                run, part = name.rsplit("/", 1)
+                parts.setdefault(run, {})[part] = tensor
+            runs = {name: Run(**found) for name, found in parts.items()}
+            return cls(keys=keys, values=values, runs=runs, **json.loads(metadata["lookahead"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: got a recording of another release; {ANOTHER}") from error
 
 
 def stack_rounds(rounds: list[Tensor]) -> Tensor:

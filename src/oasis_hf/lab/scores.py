@@ -91,9 +91,17 @@ def score(
         index: a name of `oasis_hf.index.INDEXES`.
         predictors: by the name that they get in the result.
         layout: how the cache is cut.
+
+    Raises:
+        ValueError: the index encodes less than a block at once, so that none ever leaves the tail.
     """
     layout = layout or Layout()
     group = index_class(index).group_tokens(layout.block_size)
+    if group < layout.block_size or group % layout.block_size:
+        raise ValueError(
+            f"index: got {index!r}, whose groups have {group} tokens, expected whole blocks of "
+            f"{layout.block_size}"
+        )
     before, committed = _committed(run, group, layout)
     results = []
     for number in range(recording.keys.shape[0]):

@@ -82,11 +82,16 @@ def record(
         The recording so far: after reading, and after each run.
 
     Raises:
-        ValueError: an unknown run.
+        ValueError: an unknown run, or more layers for an early exit than the model has.
     """
     unknown = sorted(set(runs) - set(RUNS))
     if unknown:
         raise ValueError(f"runs: got {', '.join(unknown)}, expected some of {', '.join(RUNS)}")
+    depth = model.get_decoder().config.num_hidden_layers
+    if not 1 <= setup.exit_layers <= depth:
+        raise ValueError(
+            f"exit_layers: got {setup.exit_layers}, expected 1 to {depth}, the model's layers"
+        )
     ids, context = text_ids(setup.text, tokenizer, setup.context, setup.following, setup.seed)
     cache = DynamicCache(config=model.config)
     if earlier is None:
@@ -144,13 +149,11 @@ def _decode(name: str, model: Any, cache: Any, ids: list[int], context: int, set
 
 def adopt(sparse: OasisCache, dense: Any) -> None:
     """Fill an empty `OasisCache` with what a dense one holds, as a prompt before drafts."""
-    sparse.activate_past_recording()
+    sparse.expect_drafts()
     for layer, held in zip(sparse.offloaded, dense.layers, strict=True):
-        layer.recording = True
         length = held.keys.shape[2]
         layer.adopt(held.keys, held.values, torch.tensor([length]), length)
     sparse.ledger.append(None, 1, length, held.keys.device)
-    sparse.first_round = False
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from ..needle import Needle, encode_question
+from ..needle import SOME, Needle, encode_question
 from ..packaged import prose
 
 SOURCES = ("argparse.py", "ast.py", "bdb.py", "calendar.py")
@@ -30,7 +30,7 @@ def text_ids(
         seed: of the numbers.
 
     Raises:
-        ValueError: the name is unknown, or the text too short.
+        ValueError: the name is unknown, the text too short, or the needles do not fit.
     """
     if name == "needles":
         ids, context = _needles(tokenizer, context, seed)
@@ -41,7 +41,8 @@ def text_ids(
         raise ValueError(f"text: got {name!r}, expected one of {', '.join(TEXTS)}")
     if len(ids) < context + 2:
         raise ValueError(
-            f"text: {name!r} has {len(ids)} tokens, expected more than the context of {context}"
+            f"context: got {context}, expected fewer than the {len(ids)} tokens of the text "
+            f"{name!r}, so that some follow; use {max(1, len(ids) - following)} or less"
         )
     return ids[: context + following], context
 
@@ -59,14 +60,30 @@ def _needles(tokenizer: Any, context: int, seed: int) -> tuple[list[int], int]:
         for place, city in enumerate(CITIES)
     ]
     ids = tokenizer(prose(), verbose=False).input_ids
-    room = context
-    while True:
-        text = tokenizer.decode(ids[:room])
+
+    def asked(room: int) -> list[int]:
+        text = tokenizer.decode(ids[:room]) if room else ""
         for needle in needles:
             text = needle.hide_in(text)
-        chat = encode_question(tokenizer, text, NEEDLES_QUESTION)[0].tolist()
+        return encode_question(tokenizer, text, NEEDLES_QUESTION)[0].tolist()
+
+    room = context
+    while room >= 1:
+        chat = asked(room)
         if len(chat) <= context:
             break
         room -= len(chat) - context
+    else:
+        alone = len(asked(0))
+        raise ValueError(
+            f"context: got {context}, expected room for text beside the {len(needles)} needles and "
+            f"the question, which take {alone} tokens alone; use at least "
+            f"{max(context, alone) + SOME}"
+        )
+    if len(ids) < room:
+        raise ValueError(
+            f"context: got {context}, expected at most what the text 'needles' has, {len(chat)} "
+            "tokens; use that or less"
+        )
     answers = " ".join(x.sentence for x in draw.sample(needles, len(needles)))
     return chat + tokenizer(answers, add_special_tokens=False).input_ids, len(chat)

@@ -10,7 +10,10 @@ from ..geometry import LayerGeometry
 
 
 class ResidentPool:
-    """K and V `[B, H, S + 1, b, D]` of the resident blocks; the last slot is the spill."""
+    """K and V `[B, H, S + 1, b, D]` of the resident blocks; the last slot is the spill.
+
+    It has no slots at first: `ensure` gives it as many as the context needs.
+    """
 
     def __init__(
         self,
@@ -21,7 +24,7 @@ class ResidentPool:
         ops: ModuleType,
     ) -> None:
         g = geometry
-        shape = (batch, g.kv_heads, g.slots + 1, g.block)
+        shape = (batch, g.kv_heads, 1, g.block)
         self.ops = ops
         self.k = torch.zeros(*shape, g.k_dim, dtype=dtype, device=device)
         self.v = torch.zeros(*shape, g.v_dim, dtype=dtype, device=device)
@@ -30,6 +33,21 @@ class ResidentPool:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.k.nbytes + self.v.nbytes
+
+    @property
+    def slots(self) -> int:
+        """Number of slots S."""
+        return self.k.shape[2] - 1
+
+    def ensure(self, slots: int) -> None:
+        """Grow to at least `slots` slots; all keep their number and what they hold."""
+        old = self.slots
+        if slots <= old:
+            return
+        grown = [t.new_zeros(*t.shape[:2], slots + 1, *t.shape[3:]) for t in (self.k, self.v)]
+        for table, held in zip(grown, (self.k, self.v), strict=True):
+            table[:, :, :old] = held[:, :, :old]
+        self.k, self.v = grown
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Fill slots `[B, H, m]` (-1 is dropped) with k `[B, H, m, b, Dk]` and v."""

@@ -3,35 +3,34 @@
 import itertools
 from collections.abc import Callable, Iterator
 
-import psutil
 import torch
 from torch import Tensor
 
-from ..geometry import GROWTH_TOKENS, LayerGeometry, ceil_div
+from ..geometry import GROWTH_TOKENS, LEAST_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
-from ..streams import Beside
-from .pinned import pinned_empty
+from ..streams import Beside, wait_for
+from .limits import HostMemoryError, tightest
+from .pinned import pinned_bytes, pinned_empty
 
 MAX_SLABS = 4096
 
 
-class HostMemoryError(MemoryError):
-    """The context does not fit in host memory; nothing was stored or lost."""
-
-
 def available_bytes() -> int:
-    """Host memory that can be taken without swapping."""
-    return int(psutil.virtual_memory().available)
+    """Host memory that can be taken without swapping, and without meeting a limit."""
+    return tightest().free
 
 
 class HostStore:
     """Blocks `[B, H, N, row]` of one layer, a block's keys then its values.
 
     Slab i covers blocks i * slab_blocks and on, so an address follows from a block number. Growing
-    adds a slab and moves nothing. Each slab ends in a spill block that takes masked-out writes.
+    adds a slab and moves nothing, but for the first slab: a short context has a small one, which is
+    replaced by one of twice the size until it is as large as those after it will be. Each slab ends
+    in a spill block that takes masked-out writes.
 
     Attributes:
         slabs: tensors `[B, H, slab_blocks + 1, row]` in host memory.
+        shared: whether others hold the same slabs, which must then stay as they are.
         beside: writes that run on the side stream; whoever reads on the current stream joins first.
         table: `[MAX_SLABS]` int64 addresses of the slabs on the device, where the device can reach
             them; None elsewhere.
@@ -47,12 +46,17 @@ class HostStore:
     ) -> None:
         self.geometry, self.batch, self.dtype = geometry, batch, dtype
         self.ops = kernels("reference")
-        self.slab_blocks = ceil_div(GROWTH_TOKENS, geometry.block)
         self.slabs: list[Tensor] = []
+        self.shared = False
         self.table: Tensor | None = None
         self.beside = Beside(device)
         if backend == "triton":
             self.table = torch.zeros(MAX_SLABS, dtype=torch.long, device=device)
+
+    @property
+    def slab_blocks(self) -> int:
+        """Blocks of every slab, its spill block aside; 0 while there is none."""
+        return self.slabs[0].shape[2] - 1 if self.slabs else 0
 
     @property
     def blocks(self) -> int:
@@ -64,47 +68,82 @@ class HostStore:
         """Bytes held."""
         return sum(slab.nbytes for slab in self.slabs)
 
-    def ensure(self, blocks: int, layers: int = 1) -> None:
-        """Grow to at least `blocks` blocks.
+    def _sizes(self, blocks: int) -> tuple[int, int]:
+        """A capacity of at least `blocks` blocks: blocks of each slab, and how many slabs."""
+        full = ceil_div(GROWTH_TOKENS, self.geometry.block)
+        least = ceil_div(min(LEAST_TOKENS, GROWTH_TOKENS), self.geometry.block)
+        size = min(full, max(least, 1 << (blocks - 1).bit_length()))
+        size = max(size, self.slab_blocks)
+        return size, max(ceil_div(blocks, size), len(self.slabs))
 
-        Args:
-            blocks: capacity asked for.
-            layers: layers that will ask for as much in the same forward, this one included; all of
-                them are checked against the available memory before the first takes any.
+    def blocks_for(self, blocks: int) -> int:
+        """Capacity once `ensure` has been asked for `blocks` blocks."""
+        size, count = self._sizes(blocks)
+        return max(size * count, self.blocks)
+
+    def growth_bytes(self, blocks: int) -> int:
+        """Host memory that `ensure` takes before it gives any back."""
+        if blocks <= self.blocks:
+            return 0
+        size, count = self._sizes(blocks)
+        fresh = count - (len(self.slabs) if size == self.slab_blocks else 0)
+        return fresh * self.taken(self.geometry.store_bytes(self.batch, size + 1))
+
+    def ensure(self, blocks: int) -> None:
+        """Grow to at least `blocks` blocks; the caller has checked the memory for it.
 
         Raises:
-            HostMemoryError: with the bytes needed and available, and what to change.
+            HostMemoryError: it cannot be had all the same; nothing has changed.
         """
-        missing = ceil_div(blocks - self.blocks, self.slab_blocks)
-        if missing <= 0:
+        if blocks <= self.blocks:
             return
-        g, most = self.geometry, MAX_SLABS * self.slab_blocks
-        if blocks > most:
+        size, count = self._sizes(blocks)
+        if count > MAX_SLABS:
+            block = self.geometry.block
             raise HostMemoryError(
-                f"context: got {blocks * g.block:,} tokens, expected at most {most * g.block:,}, "
-                "for which a store has room; use a shorter context"
+                f"context: got {blocks * block:,} tokens, expected at most "
+                f"{MAX_SLABS * size * block:,}, for which a store has room; use a shorter context"
             )
-        needed = g.store_bytes(self.batch, missing * (self.slab_blocks + 1)) * layers
-        free = available_bytes()
-        if needed > free:
-            raise HostMemoryError(
-                f"host memory: {needed / 1e9:.2f} GB needed for the full KV of {blocks} blocks x "
-                f"{self.batch} sequences x {layers} layers, {free / 1e9:.2f} GB available; use a "
-                "shorter context, a smaller batch or a machine with more memory"
-            )
-        shape = (self.batch, g.kv_heads, self.slab_blocks + 1, g.row)
-        for _ in range(missing):
-            self._add(self._zeros(shape))
+        shape = (self.batch, self.geometry.kv_heads, size + 1, self.geometry.row)
+        kept = self.slabs if size == self.slab_blocks else []
+        fresh = [self._zeros(shape) for _ in range(count - len(kept))]
+        if self.slabs and not kept:
+            # What it holds may still be on its way to or from the device.
+            self.settle()
+            fresh[0][:, :, : self.slab_blocks] = self.slabs[0][:, :, :-1]
+        self.hold([*kept, *fresh])
+
+    def taken(self, size: int) -> int:
+        """Bytes of host memory that a tensor of `size` bytes takes here."""
+        return pinned_bytes(size) if self._pins else size
+
+    @property
+    def _pins(self) -> bool:
+        return self.table is not None and self.table.is_cuda
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        if self.table is not None and self.table.is_cuda:
-            return pinned_empty(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device="cpu")
+        if self._pins:
+            assert self.table is not None
+            with torch.cuda.device(self.table.device):
+                return pinned_empty(shape, self.dtype)
+        try:
+            return torch.zeros(shape, dtype=self.dtype, device="cpu")
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"host memory: a slab of {shape} could not be had ({error}); use a shorter context "
+                "or a smaller batch"
+            ) from error
 
-    def _add(self, slab: Tensor) -> None:
+    def like(self, slab: Tensor, batch: int) -> Tensor:
+        """Memory of this store's kind for a slab of another batch size."""
+        return self._zeros((batch, *slab.shape[1:]))
+
+    def hold(self, slabs: list[Tensor]) -> None:
+        """Hold these slabs from now on. The list stays: layers of a benchmark share it."""
         if self.table is not None:
-            self.table[len(self.slabs)] = slab.data_ptr()
-        self.slabs.append(slab)
+            addresses = [slab.data_ptr() for slab in slabs]
+            self.table[: len(slabs)] = torch.tensor(addresses, dtype=torch.long)
+        self.slabs[:] = slabs
 
     def _pack(self, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([k.flatten(3), v.flatten(3)], 3)
@@ -187,26 +226,25 @@ class HostStore:
         for held, part in self._strips(slice(row, row + 1), 0, packed):
             part.copy_(held, non_blocking=True)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until what the device writes here is visible to the host."""
         if self.table is not None and self.table.is_cuda:
-            torch.cuda.synchronize(self.table.device)
+            wait_for(self.table.device)
 
     def read_range(self, rows: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Read blocks first..last of some sequences: k `[B', H, n, b, Dk]`, v likewise."""
-        self._settle()
+        self.settle()
         parts = [slab[rows, :, low:high] for slab, low, high in self._pieces(first, last)]
         return self.unpack(torch.cat(parts, 2))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a batch operation to every slab."""
-        self._settle()
-        self.batch = fn(torch.empty(self.batch, device="cpu")).shape[0]
-        old, self.slabs = self.slabs, []
+        """Replace every slab by what `fn` makes of it, in memory from `like` or its own."""
+        self.settle()
+        slabs = [fn(slab) for slab in self.slabs]
+        # Others that use the old slabs keep their list and read the old table.
+        self.slabs, self.shared = [], False
         if self.table is not None:
-            # Others that use the old slabs read the old table.
             self.table = torch.zeros_like(self.table)
-        for slab in old:
-            mapped = fn(slab)
-            fresh = self._zeros(tuple(mapped.shape))
-            self._add(fresh.copy_(mapped))
+        self.hold(slabs)
+        if slabs:
+            self.batch = slabs[0].shape[0]

@@ -13,7 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from . import attention, move, plan, score
-from .fit import BYTE, FLAG, FLOAT32, INT32, INT64, Wanted, check, unmet
+from .buffers import Plan, Scores
+from .fit import (
+    BYTE,
+    FLAG,
+    INT32,
+    INT64,
+    check,
+    check_scores,
+    index_of,
+    pool_of,
+    tables_of,
+    unmet,
+)  # fmt: skip
 from .settings import Settings, settings
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -103,9 +115,9 @@ def append(
         ("moved", moved, (batch,), INT32), ("committed", committed, (batch,), INT64),
         ("ring of keys", ring[0], (batch, heads, places + 1, k_dim), dtype),
         ("ring of values", ring[1], (batch, heads, places + 1, v_dim), dtype),
-        *_pool(pool, (batch, heads, slots, block, k_dim, v_dim), dtype),
-        *_tables(tables, clock, (batch, heads, slots)),
-        ("slabs", slabs, (-1,), INT64), *_index(index, kind, key, capacity, group, block),
+        *pool_of(pool, (batch, heads, slots, block, k_dim, v_dim), dtype),
+        *tables_of(tables, clock, (batch, heads, slots)),
+        ("slabs", slabs, (-1,), INT64), *index_of(index, kind, key, capacity, group, block),
     )  # fmt: skip
     if valid is not None:
         check("append", key.device, ("valid", valid, (batch, rows), FLAG))
@@ -117,80 +129,11 @@ def append(
     move.append_kernel[(batch * heads,)](
         key, value, valid, positions, moved, committed, clock,
         *ring, *pool, *tables, slabs, *arrays,
-        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1,
+        heads, tables[0].shape[2] - 1, slots, ring[0].shape[2] - 1, slab_blocks,
         T=rows, BLOCK=block, GROUP=group, DK=k_dim, DV=v_dim, DKP=_pow2(k_dim), DVP=_pow2(v_dim),
-        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots), SLAB=slab_blocks,
+        DQ=_pow2(k_dim // 4, 1), SP=_pow2(slots),
         KIND=kind, FLUSHES=flushes, HAS_VALID=valid is not None, num_warps=4,
     )  # fmt: skip
-
-
-def _pool(
-    pool: tuple[Tensor, Tensor], sizes: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Wanted, Wanted]:
-    """What a pool must be, for (batch, heads, slots, block, K dim, V dim)."""
-    batch, heads, slots, block, k_dim, v_dim = sizes
-    shape = (batch, heads, slots + 1, block)
-    return (
-        ("pool of keys", pool[0], (*shape, k_dim), dtype),
-        ("pool of values", pool[1], (*shape, v_dim), dtype),
-    )
-
-
-def _tables(
-    tables: tuple[Tensor, Tensor, Tensor], clock: Tensor, sizes: tuple[int, int, int]
-) -> tuple[Wanted, ...]:
-    """What the tables of residency must be, for (batch, heads, slots)."""
-    batch, heads, slots = sizes
-    return (
-        ("slot_of_block", tables[0], (batch, heads, -1), INT32),
-        ("block_of_slot", tables[1], (batch, heads, slots + 1), INT32),
-        ("last_selected", tables[2], (batch, heads, slots + 1), INT32),
-        ("clock", clock, (1,), INT32),
-    )
-
-
-def _index(
-    index: tuple[Tensor, ...], kind: int, key: Tensor, capacity: int, group: int, block: int
-) -> tuple[Wanted, ...]:
-    """What the arrays of an index must be, by how the append kernel writes it."""
-    batch, heads, _, dim = key.shape
-    if kind == 1:
-        dtype = BYTE if index[0].dtype is BYTE else key.dtype
-        shape = (batch, heads, capacity + 1, dim)
-        return ("low", index[0], shape, dtype), ("high", index[1], shape, dtype)
-    if kind == 2:
-        shape = (batch, heads, capacity * block // group + 1)
-        return (
-            ("codes", index[0], (*shape, group, dim // 4), BYTE),
-            ("lowest", index[1], (*shape, dim), key.dtype),
-            ("step", index[2], (*shape, dim), key.dtype),
-        )
-    return ()
-
-
-class Scores:
-    """Approximate logits of candidate blocks and the sums that normalise them.
-
-    Attributes:
-        logits: `[BH, Q, C]` float32.
-        partial: `[BH, programs, Q, 2]` float32, (maximum, sum of exp) over parts.
-        positions: `[B, T]` int64 of the rows, -1 for padding, which has no say.
-        chosen: `[BH, C / per_group]` int32 groups of the candidates, or None: all blocks in order.
-        per_group: blocks per group.
-        reduce_max: whether rows are combined by the maximum of their logits.
-    """
-
-    def __init__(
-        self,
-        logits: Tensor,
-        partial: Tensor,
-        positions: Tensor,
-        chosen: Tensor | None = None,
-        per_group: int = 1,
-        reduce_max: bool = False,
-    ) -> None:
-        self.logits, self.partial, self.positions, self.chosen = logits, partial, positions, chosen
-        self.per_group, self.reduce_max = per_group, reduce_max
 
 
 def bounds(
@@ -227,27 +170,12 @@ def bounds(
     return Scores(logits, partial, positions)
 
 
-def _check_scores(launch: str, scores: Scores, committed: Tensor, batch: int, heads: int) -> None:
-    """Compare scores with the sequences and heads that they are for."""
-    pairs, rows, blocks = scores.logits.shape
-    check(
-        launch, scores.logits.device,
-        ("logits", scores.logits, (batch * heads, rows, blocks), FLOAT32),
-        ("partial", scores.partial, (pairs, -1, rows, 2), FLOAT32),
-        ("positions", scores.positions, (batch, -1), INT64),
-        ("committed", committed, (batch,), INT64),
-    )  # fmt: skip
-    if scores.chosen is not None:
-        shape = (pairs, blocks // scores.per_group)
-        check(launch, scores.logits.device, ("chosen", scores.chosen, shape, INT32))
-
-
 def candidates(
     scores: Scores, committed: Tensor, count: int, heads: int, group_tokens: int
 ) -> Tensor:
     """The `count` groups with the largest bounds, in order: `[BH, count]` int32."""
     pairs, rows, groups = scores.logits.shape
-    _check_scores("candidates", scores, committed, pairs // heads, heads)
+    check_scores("candidates", scores, committed, pairs // heads, heads)
     if count > groups:
         raise unmet("candidates", f"at most {groups} of them, got {count}")
     programs, launch = scores.partial.shape[1], _settings(scores.logits.device)
@@ -321,21 +249,6 @@ def given(score: Tensor, positions: Tensor) -> Scores:
     return Scores(logits, partial, positions.amax(1, keepdim=True), reduce_max=True)
 
 
-class Plan:
-    """Buffers that a plan writes: attended slots, and the lists of fetches.
-
-    Attributes:
-        attended: `[BH, K]` int32 slots in block order, -1 behind the last.
-        lists: two `[BH * K, 3]` int32 tensors of (bh, block, slot): now, and later.
-        counts: `[2]` int32, how many entries each list has; `advance` sets them to zero.
-    """
-
-    def __init__(self, pairs: int, count: int, device: torch.device) -> None:
-        self.attended = torch.empty(pairs, count, dtype=INT32, device=device)
-        self.lists = [torch.empty(pairs * count, 3, dtype=INT32, device=device) for _ in range(2)]
-        self.counts = torch.zeros(2, dtype=INT32, device=device)
-
-
 def plan_step(
     scores: Scores,
     made: Plan,
@@ -355,10 +268,10 @@ def plan_step(
     pairs, rows, blocks = scores.logits.shape
     capacity, slots = tables[0].shape[2] - 1, tables[1].shape[2] - 1
     device, batch = scores.logits.device, tables[0].shape[0]
-    _check_scores("plan_step", scores, committed, batch, heads)
+    check_scores("plan_step", scores, committed, batch, heads)
     check(
         "plan_step", device,
-        *_tables(tables, clock, (batch, heads, slots)),
+        *tables_of(tables, clock, (batch, heads, slots)),
         ("attended", made.attended, (pairs, count), INT32),
         ("list of fetches now", made.lists[0], (pairs * count, 3), INT32),
         ("list of fetches later", made.lists[1], (pairs * count, 3), INT32),
@@ -394,7 +307,7 @@ def gather(
     batch, heads, room, block, k_dim = pool[0].shape
     sizes = (batch, heads, room - 1, block, k_dim, pool[1].shape[4])
     check(
-        "gather", entries.device, *_pool(pool, sizes, pool[0].dtype),
+        "gather", entries.device, *pool_of(pool, sizes, pool[0].dtype),
         ("entries", entries, (-1, 3), INT32), ("count", count, (-1,), INT32),
         ("slabs", slabs, (-1,), INT64),
     )  # fmt: skip
@@ -402,8 +315,8 @@ def gather(
         raise unmet("gather", f"entries for {batch} x {heads} heads, got {entries.shape[0]}")
     launch = _settings(entries.device)
     move.gather_kernel[(launch.gather_programs,)](
-        entries, count, slabs, *pool, pool[0].shape[2] - 1,
-        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values), SLAB=slab_blocks,
+        entries, count, slabs, *pool, pool[0].shape[2] - 1, slab_blocks,
+        KEYS=keys, VALUES=values, KP=_pow2(keys), VP=_pow2(values),
         num_warps=launch.gather_warps,
     )  # fmt: skip
 
@@ -425,7 +338,7 @@ def sparse_attention(
     check(
         "sparse_attention", query.device,
         ("query", query, (batch, heads, rows, dim), dtype),
-        *_pool(pool, (batch, heads, slots, block, dim, v_dim), dtype),
+        *pool_of(pool, (batch, heads, slots, block, dim, v_dim), dtype),
         ("attended", attended, (batch * heads, -1), INT32),
         ("ring of keys", ring[0], (batch, heads, -1, dim), dtype),
         ("ring of values", ring[1], (batch, heads, ring[0].shape[2], v_dim), dtype),

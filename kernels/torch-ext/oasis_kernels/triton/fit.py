@@ -9,6 +9,8 @@ them. It looks at shapes only, and waits for no device.
 import torch
 from torch import Tensor
 
+from .buffers import Scores
+
 INT32, INT64, BYTE, FLAG = torch.int32, torch.int64, torch.uint8, torch.bool
 FLOAT32 = torch.float32
 
@@ -63,3 +65,62 @@ def _unfit(
         f" expected {shape} {dtype} on {device} (contiguous), by the other arguments; it belongs "
         "to another batch, model or capacity, and nothing was launched"
     )
+
+
+def pool_of(
+    pool: tuple[Tensor, Tensor], sizes: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Wanted, Wanted]:
+    """What a pool must be, for (batch, heads, slots, block, K dim, V dim)."""
+    batch, heads, slots, block, k_dim, v_dim = sizes
+    shape = (batch, heads, slots + 1, block)
+    return (
+        ("pool of keys", pool[0], (*shape, k_dim), dtype),
+        ("pool of values", pool[1], (*shape, v_dim), dtype),
+    )
+
+
+def tables_of(
+    tables: tuple[Tensor, Tensor, Tensor], clock: Tensor, sizes: tuple[int, int, int]
+) -> tuple[Wanted, ...]:
+    """What the tables of residency must be, for (batch, heads, slots)."""
+    batch, heads, slots = sizes
+    return (
+        ("slot_of_block", tables[0], (batch, heads, -1), INT32),
+        ("block_of_slot", tables[1], (batch, heads, slots + 1), INT32),
+        ("last_selected", tables[2], (batch, heads, slots + 1), INT32),
+        ("clock", clock, (1,), INT32),
+    )
+
+
+def index_of(
+    index: tuple[Tensor, ...], kind: int, key: Tensor, capacity: int, group: int, block: int
+) -> tuple[Wanted, ...]:
+    """What the arrays of an index must be, by how the append kernel writes it."""
+    batch, heads, _, dim = key.shape
+    if kind == 1:
+        dtype = BYTE if index[0].dtype is BYTE else key.dtype
+        shape = (batch, heads, capacity + 1, dim)
+        return ("low", index[0], shape, dtype), ("high", index[1], shape, dtype)
+    if kind == 2:
+        shape = (batch, heads, capacity * block // group + 1)
+        return (
+            ("codes", index[0], (*shape, group, dim // 4), BYTE),
+            ("lowest", index[1], (*shape, dim), key.dtype),
+            ("step", index[2], (*shape, dim), key.dtype),
+        )
+    return ()
+
+
+def check_scores(launch: str, scores: Scores, committed: Tensor, batch: int, heads: int) -> None:
+    """Compare scores with the sequences and heads that they are for."""
+    pairs, rows, blocks = scores.logits.shape
+    check(
+        launch, scores.logits.device,
+        ("logits", scores.logits, (batch * heads, rows, blocks), FLOAT32),
+        ("partial", scores.partial, (pairs, -1, rows, 2), FLOAT32),
+        ("positions", scores.positions, (batch, -1), INT64),
+        ("committed", committed, (batch,), INT64),
+    )  # fmt: skip
+    if scores.chosen is not None:
+        shape = (pairs, blocks // scores.per_group)
+        check(launch, scores.logits.device, ("chosen", scores.chosen, shape, INT32))

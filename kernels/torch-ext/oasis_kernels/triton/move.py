@@ -1,7 +1,8 @@
 """Moves of tokens and blocks: into the tail, from the tail to store and pool, from the store.
 
 The store lies in host memory that the device can address. `slabs` `[n]` int64 holds the address of
-each slab; slab i covers blocks i * SLAB .. (i + 1) * SLAB - 1 as `[BH, SLAB + 1, ROW]`.
+each slab; slab i covers blocks i * slab .. (i + 1) * slab - 1 as `[BH, slab + 1, ROW]`. The size
+of a slab is no constant of a kernel: it grows with a short context.
 """
 
 import triton
@@ -44,9 +45,9 @@ def advance_kernel(
 
 
 @triton.jit
-def _block_address(slabs, block, bh, SLAB: tl.constexpr, ROW: tl.constexpr, like):
-    base = tl.load(slabs + block // SLAB).to(like.dtype)
-    return base + (bh * (SLAB + 1) + block % SLAB) * ROW
+def _block_address(slabs, block, bh, slab, ROW: tl.constexpr, like):
+    base = tl.load(slabs + block // slab).to(like.dtype)
+    return base + (bh * (slab + 1) + block % slab) * ROW
 
 
 @triton.jit
@@ -86,9 +87,9 @@ def append_kernel(
     key, value, valid, positions, moved, committed, clock,
     ring_k, ring_v, pool_k, pool_v, slot_of_block, block_of_slot, last_selected, slabs,
     index_a, index_b, index_c,
-    H, N, S, R,
+    H, N, S, R, slab,
     T: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, DQ: tl.constexpr, SP: tl.constexpr, SLAB: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, DQ: tl.constexpr, SP: tl.constexpr,
     KIND: tl.constexpr, FLUSHES: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """Move full groups out of the tail, then write the new rows into it. One program per BH.
@@ -115,7 +116,7 @@ def append_kernel(
                 m_k, m_v = (i_k < DK)[None, :], (i_v < DV)[None, :]
                 b_k = tl.load(ring_k + source[:, None] * DK + i_k[None, :], mask=m_k, other=0.0)
                 b_v = tl.load(ring_v + source[:, None] * DV + i_v[None, :], mask=m_v, other=0.0)
-                host = _block_address(slabs, block, bh, SLAB, ROW, ring_k)
+                host = _block_address(slabs, block, bh, slab, ROW, ring_k)
                 tl.store(host + i_t[:, None] * DK + i_k[None, :], b_k, mask=m_k)
                 tl.store(host + BLOCK * DK + i_t[:, None] * DV + i_v[None, :], b_v, mask=m_v)
                 slot = _admit(
@@ -178,9 +179,8 @@ def append_kernel(
 
 @triton.jit
 def gather_kernel(
-    entries, count, slabs, pool_k, pool_v, S,
+    entries, count, slabs, pool_k, pool_v, S, slab,
     KEYS: tl.constexpr, VALUES: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    SLAB: tl.constexpr,
 ):  # fmt: skip
     """Copy listed blocks from the store into their slots; ends at once where the list is empty.
 
@@ -194,7 +194,7 @@ def gather_kernel(
         bh = tl.load(entries + i * 3).to(tl.int64)
         block = tl.load(entries + i * 3 + 1)
         slot = tl.load(entries + i * 3 + 2).to(tl.int64)
-        host = _block_address(slabs, block, bh, SLAB, KEYS + VALUES, pool_k)
+        host = _block_address(slabs, block, bh, slab, KEYS + VALUES, pool_k)
         i_k, i_v = tl.arange(0, KP), tl.arange(0, VP)
         b_k = tl.load(host + i_k, mask=i_k < KEYS)
         b_v = tl.load(host + KEYS + i_v, mask=i_v < VALUES)

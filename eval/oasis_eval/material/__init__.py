@@ -1,0 +1,1 @@
+"""What tasks are made of: real texts, words, names and values."""

@@ -1,0 +1,1 @@
+"""Needles: which index, at which budget, still finds a fact that dense attention finds?"""

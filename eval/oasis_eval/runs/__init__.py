@@ -1,0 +1,1 @@
+"""The models answer: prompts are read once, and every arm continues a copy of what was read."""

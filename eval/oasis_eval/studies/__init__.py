@@ -1,0 +1,1 @@
+"""Studies of one question each: no prompts, one JSON file of results."""

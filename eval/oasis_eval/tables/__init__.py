@@ -1,0 +1,1 @@
+"""The tables of README and DESIGN, from eval/results: `oasis-hf tables`."""
