@@ -24,7 +24,7 @@ def decode(model: PreTrainedModel, fused: bool) -> list[torch.Tensor]:
     """Logits of four steps behind a prompt, the steps compiled or not."""
     cache = OasisCache(model, budget=64)
     ids = prompt(200, 2)
-    layers = FusedLayers(model, cache, backend="aot_eager")
+    layers = FusedLayers(model, backend="aot_eager")
     logits = [forward(model, ids, cache)[:, -1]]
     for step in range(4):
         token = logits[-1].argmax(-1, keepdim=True)
@@ -56,8 +56,7 @@ def test_layers_are_put_back(model: PreTrainedModel) -> None:
     layers = model.model.layers
     own = layers[1].forward
     layers[1].forward = own
-    cache = OasisCache(model, budget=64)
-    fused = FusedLayers(model, cache, backend="aot_eager")
+    fused = FusedLayers(model, backend="aot_eager")
     assert len(fused) == 2
     with pytest.raises(ZeroDivisionError), fused.active():
         assert "forward" in vars(layers[0])

@@ -103,7 +103,7 @@ def test_a_compiled_layer_has_four_products_not_seven() -> None:
         products.append(sum("linear" in target for target in targets))
         return graph.forward
 
-    layers = FusedLayers(model, cache, backend=backend)
+    layers = FusedLayers(model, backend=backend)
     assert layers.moved
     logits = forward(model, prompt(100), cache)[:, -1]
     with layers.active():
@@ -132,7 +132,7 @@ def test_a_merged_model_is_saved_as_before(tmp_path: Path) -> None:
     model = build_model("Llama", {"num_hidden_layers": 2})
     ids, name = prompt(40), cache_argument(model)
     want = forward(model, ids, OasisCache(model, budget=64))
-    FusedLayers(model, OasisCache(model, budget=64))
+    FusedLayers(model)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="oasis")
     with torch.no_grad():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import NAME, oasis_attention
 from .merged import merge
 
 
@@ -24,15 +20,13 @@ class FusedLayers:
 
     Args:
         model: the model. The weights that are multiplied together are laid side by side.
-        cache: the cache whose `update` its layers call.
         backend: of `torch.compile`.
 
     Attributes:
         moved: whether weights were moved: graphs captured before are stale.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: Any, backend: str = "inductor") -> None:
-        _make_opaque(next(base for base in type(cache).__mro__ if "update" in vars(base)))
+    def __init__(self, model: torch.nn.Module, backend: str = "inductor") -> None:
         layers = [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
         # A forward of its own belongs to someone else: a hook that moves weights, for example.
         self._layers = [layer for layer in layers if "forward" not in vars(layer)]
@@ -60,10 +54,3 @@ class FusedLayers:
                 recompile_limit=limit, accumulated_recompile_limit=8 * limit
             ):
                 yield
-
-
-@functools.cache
-def _make_opaque(owner: type) -> None:
-    """Keep the compiler out of a cache class's `update` and of attention "oasis"."""
-    owner.update = torch.compiler.disable(owner.update)  # type: ignore[attr-defined]
-    AttentionInterface.register(NAME, torch.compiler.disable(oasis_attention))

@@ -300,7 +300,7 @@ class StepGraphs:
         if not cache.oasis_config.compile or model is None:
             return nullcontext()
         if self._fused is None:
-            fused = FusedLayers(model, cache)
+            fused = FusedLayers(model)
             if fused.moved:
                 self._dispatcher.forget()
             self._fused = fused

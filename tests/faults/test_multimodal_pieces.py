@@ -195,6 +195,6 @@ def test_images_are_kept_with_tokens_that_are_fed_again() -> None:
     want = generate(model, ids, dense_cache(model), 6, **image)
     cache = OasisCache(model, **FULL)
     with torch.no_grad():
-        model(input_ids=ids[:, :10], **{cache_argument(model): cache})
+        model(input_ids=ids[:, :30], **{cache_argument(model): cache}, **image)
     got = generate(model, ids, cache, 6, prompt_lookup_num_tokens=3, **image)
     assert torch.equal(got, want)
