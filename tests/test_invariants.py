@@ -174,7 +174,7 @@ def poison(layer: Any) -> int:
         ring.transpose(1, 2)[places] = float("nan")
     committed = layer.committed // layer.geometry.block
     first = 0
-    layer.store._settle()
+    layer.store.settle()
     for slab in layer.store.slabs:
         blocks = torch.arange(first, first + slab.shape[2])
         blocks[-1] = 2**30
@@ -289,7 +289,7 @@ def test_crop_reopens_the_last_group(engine: Engine, index: str, removed: int, h
 def assert_pool_matches_store(layer: Any) -> None:
     """The tables agree with each other, and each resident block with the store."""
     layer.engine.join()
-    layer.store._settle()
+    layer.store.settle()
     residency = layer.residency
     slot_of, block_of = residency.slot_of_block[..., :-1], residency.block_of_slot[..., :-1]
     for b, h, slot in (block_of >= 0).nonzero().tolist():
