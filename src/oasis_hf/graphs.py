@@ -340,7 +340,8 @@ class StepGraphs:
     ) -> torch.cuda.CUDAGraph:
         """Record a step; nothing runs until the first replay."""
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
+        if not any(other.graph for other in self._entries.values()):
+            # A pool of which no graph is left cannot be captured into again.
             self._pool = torch.cuda.graph_pool_handle()
         with (
             whole_device,
