@@ -100,8 +100,9 @@ class LayerGeometry:
     ) -> "LayerGeometry":
         """Derive slots and ring from the user's choices; a budget is rounded up to whole blocks.
 
-        The ring must hold the recent window, an index group that is not full yet and the rows of
-        one step; a multiple of the group, so that a group never wraps inside it.
+        The ring must hold the recent window, an index group that leaves with the next step, and the
+        rows of one step, as all of them may be taken back; a multiple of the group, so that a group
+        never wraps inside it.
         """
         budget_blocks = budgeted_blocks(budget, block)
         return cls(
@@ -113,7 +114,7 @@ class LayerGeometry:
             group=group,
             budget_blocks=budget_blocks,
             slots=max(budget_blocks, round(budget_blocks * head_room)),
-            ring=round_up(recent + group - 1 + rows, group),
+            ring=round_up(recent + group + rows, group),
         )
 
     @property

@@ -378,6 +378,15 @@ def test_layers_of_the_model_that_fail_leave_the_others_alone(
     assert_goes_on(cache, ids)
 
 
+@pytest.mark.parametrize("index", ["keys2bit", "minmax", "streaming"])
+def test_every_tensor_that_a_batch_operation_replaces_is_counted(index: str) -> None:
+    driver, replaced = Driver(budget=64, index=index), []
+    driver.feed_random(torch.Generator().manual_seed(0), 2, 70)
+    counted = driver.layer.rowwise()
+    driver.layer.map_batch(lambda held: (replaced.append(held), held)[1])
+    assert sorted(map(id, replaced)) == sorted(map(id, counted))
+
+
 BAD_ROWS: dict[str, tuple[Callable[[OasisCache], Any], str]] = {
     "repeat none": (lambda x: x.batch_repeat_interleave(0), "repeats: got 0, expected a whole"),
     "beyond": (lambda x: x.reorder_cache(torch.tensor([0, 3, 1])), r"beam_idx: got \[0, 3, 1\]"),
