@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from oasis_hf import OasisCache, OasisUnsupportedError
 from oasis_hf import generation as speculative
-from oasis_hf.wrappers import AdapterState
+from oasis_hf.watch import ModelWatch
 
 PIECE = 16
 TOKENS = 4
@@ -206,18 +206,17 @@ def test_captured_steps_tell_adapters_apart() -> None:
     peft = pytest.importorskip("peft")
     model = peft_model(build_model("Llama", {}))
     model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    state = AdapterState(inside(model))
-    seen = [state()]
-    assert state() == seen[0]
+    watch = ModelWatch(inside(model))
+    watch.look()
+    assert not watch.changed(thoroughly=False)
     with model.disable_adapter():
-        seen.append(state())
+        assert watch.changed(thoroughly=False)
     model.merge_adapter()
-    seen.append(state())
+    assert watch.changed(thoroughly=False)
     model.unmerge_adapter()
-    assert state() == seen[0]
+    watch.look()
     model.set_adapter("other")
-    seen.append(state())
-    assert len(set(seen)) == 4
+    assert watch.changed(thoroughly=False)
 
 
 def test_adapter_that_brings_its_own_cache_is_refused() -> None:
