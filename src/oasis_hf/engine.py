@@ -206,7 +206,6 @@ class TritonEngine(Engine):
         """As in `Engine`."""
         s, g = self.s, self.s.geometry
         self.join()
-        self._fit()
         rows = key.shape[2]
         positions = torch.empty(s.batch_size, rows, dtype=torch.long, device=s.device)
         valid = None if valid is None else valid.contiguous()
@@ -244,12 +243,6 @@ class TritonEngine(Engine):
             self.flushes,
         )
         return positions
-
-    def _fit(self) -> None:
-        """Give the plan the size of this step's choice, which grows with the context."""
-        shape = (self.s.batch_size * self.s.geometry.kv_heads, self.s.wanted)
-        if tuple(self.plan.attended.shape) != shape:
-            self.plan = self.k.Plan(*shape, self.s.device)
 
     def _index_moved(self) -> None:
         """Index the groups that leave the tail, for an index that has no kernel."""

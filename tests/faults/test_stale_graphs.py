@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engines import GPU
 from helpers import build_model, forward, prompt, tensors_of
-from torch import Tensor
 from transformers import PreTrainedModel
 
 pytest.importorskip("triton")
@@ -61,27 +59,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             assert addresses(self.cache) == self.held, "a replay would use stale addresses"
 
     def capture(
-        self: StepGraphs, cache: OasisCache, call: Any, kwargs: Any, ids: Tensor, *rest: Any
+        self: StepGraphs, cache: OasisCache, call: Any, kwargs: Any, entry: Any, coming: Any
     ) -> Any:
-        cache.ledger.frozen = True
-        try:
-            output = call(**kwargs)
-        finally:
-            cache.ledger.frozen = False
-        name = next(name for name, x in output.items() if x is cache)
-        self._cache_field = name
-        entry = SimpleNamespace(
-            ids=ids.clone(),
-            positions=rest[0].clone(),
-            valid=None,
-            graph=Recorded(cache),
-            outputs={"logits": output.logits},
-            kind=type(output),
-            cache_field=name,
-        )
-        captured.append(entry.graph)
+        output = self._call(cache, call, kwargs, entry, coming)
+        entry.kind, entry.outputs = type(output), {"logits": output.logits}
+        entry.cache_field = next(name for name, x in output.items() if x is cache)
+        captured.append(Recorded(cache))
         self.captured += 1
-        return entry
+        return captured[-1]
 
     monkeypatch.setattr(graphs.StepGraphs, "_capture", capture)
     return captured
