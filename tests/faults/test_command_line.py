@@ -246,9 +246,11 @@ ALONE = {
 
 @pytest.mark.parametrize("words", ALONE)
 def test_a_wrong_option_is_named_before_anything_is_read(
-    runner: CliRunner, unread: None, words: str, tmp_path: Path
+    runner: CliRunner, unread: None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "notes.txt"
+    # A short name: of a long value a message shows the beginning.
+    monkeypatch.chdir(tmp_path)
+    file = Path("notes.txt")
     file.write_text("no report")
     found = runner.invoke(app, shlex.split(words.format(file=file)))
     explained(found, ALONE[words].format(file=file))
