@@ -1,6 +1,7 @@
 """What `import oasis_hf` does not do: import triton, touch a GPU, patch Transformers, take long."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,8 +10,10 @@ MOST_SECONDS = 0.3
 
 def in_a_fresh_process(script: str) -> dict[str, object]:
     """Runs `script`, whose last act is to print one line of JSON."""
+    # What is imported is compiled once and kept, as it is by default.
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=kept
     )
     assert result.returncode == 0, result.stderr
     report: dict[str, object] = json.loads(result.stdout.splitlines()[-1])

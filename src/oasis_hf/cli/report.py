@@ -95,7 +95,7 @@ def remarks(stats: CacheStats, on_cpu: bool) -> list[str]:
         found.append("A CPU shows correctness and memory; its times say nothing of a GPU's speed.")
     if stats.host_bytes > stats.full_kv_bytes:
         found.append(
-            f"Host memory is taken {GROWTH_TOKENS:,} tokens at a time: more than a short text has."
+            f"Host memory doubles with the text, then grows by {GROWTH_TOKENS:,} tokens at a time."
         )
     return found
 
