@@ -124,7 +124,7 @@ def _require(layers: list[LayerStorage], before: int, after: int) -> None:
 def _made(layer: LayerStorage, rows: Tensor) -> Replacement:
     """New tensors of a layer for these rows; the layer itself does not change."""
     slabs, made = {id(slab) for slab in layer.store.slabs}, {}
-    # What the device still writes to the host, or to the pool beside this stream.
+    # What the device still writes to the host, or to the pool on the side stream.
     layer.engine.join()
     layer.store.settle()
     for held in layer.rowwise():

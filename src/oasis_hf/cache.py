@@ -94,6 +94,7 @@ class OasisCache(compat.Cache):
         layers = build_layers(model_config, self.oasis_config, self.ledger, allowance)
         super().__init__(layers=layers)
         self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
+        self._recurrent = [n for n, x in enumerate(layers) if compat.is_linear(x)]
         self._first = next(n for n, x in enumerate(layers) if hasattr(x, "update"))
         self._checkpoint: Checkpoint | None = None
         self.forward: Forward | None = None
@@ -166,9 +167,8 @@ class OasisCache(compat.Cache):
 
     def forget_gradients(self) -> None:
         """Keep nothing that a finished forward would need for a gradient."""
-        for layer in self.layers:
-            if compat.is_linear(layer):
-                compat.detach_states(layer)
+        for number in self._recurrent:
+            compat.detach_states(self.layers[number])
 
     def _open(self) -> None:
         """Begin a forward of a cache without a hook.
@@ -237,7 +237,7 @@ class OasisCache(compat.Cache):
     def roll_back(self, checkpoint: Checkpoint) -> None:
         """Undo a forward that broke off, in every layer."""
         columns = checkpoint.columns
-        self.torn = any(compat.is_linear(self.layers[number]) for number in checkpoint.native)
+        self.torn = bool(self._recurrent)
         for number, state in checkpoint.native.items():
             vars(self.layers[number]).update(state)
         self.ledger.remove(self.ledger.columns - columns)
@@ -300,8 +300,10 @@ class OasisCache(compat.Cache):
             self._drafting = Drafting.ON
         for layer in self.offloaded[:1]:
             layer.ahead.clear()
-        for layer in self.offloaded:
-            if layer.is_initialized:
+        holding = [layer for layer in self.offloaded if layer.is_initialized]
+        # Layers grow together, and rarely.
+        if holding and not holding[0].fits(forward.rows):
+            for layer in holding:
                 layer.grow(forward.rows)
 
     def expect(self, prompt: bool = False, agreed: bool = False) -> None:

@@ -29,7 +29,7 @@ class Change:
     Attributes:
         record: the ledger before.
         kept: tokens of each sequence that stayed where they were.
-        taken: for each offloaded layer, what was taken out behind these, of each sequence.
+        taken: for each offloaded layer, what was taken out after these, of each sequence.
         native: attributes of every other layer before.
     """
 

@@ -67,7 +67,7 @@ class Fingerprint:
 
 
 def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """What of `model` decides its K and V, beside its config; waits for its devices."""
+    """What of `model` decides its K and V, in addition to its config; waits for its devices."""
     adapters = Adapters(model)
     summed = _checksums(_weights(model, adapters))
     return Fingerprint(

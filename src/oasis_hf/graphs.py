@@ -14,7 +14,6 @@ and when the model is no longer what it was (`watch`).
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -26,11 +25,11 @@ from torch import Tensor
 
 from .ambient import autocast_devices, steady, uncompiled
 from .compat import CACHE_KWARGS, asks_for_more, cache_of, follows_length
-from .copying import as_original
 from .engine import TritonEngine
 from .forward import Forward
 from .fused import FusedLayers
 from .native import DenseLayer
+from .stand_in import StandIn
 from .streams import whole_device
 from .watch import ModelWatch
 from .wrappers import is_compiled
@@ -51,26 +50,23 @@ PLAIN = (
 """Arguments that a captured forward may be called with."""
 
 
-_registry = threading.RLock()
-"""Held while a model's forward is replaced or put back."""
-
-
-class Dispatcher:
-    """Stands in front of one model's forward; keeps its signature.
+class Dispatcher(StandIn):
+    """Stands in front of one model's forward.
 
     Of several threads that use the model, one at a time runs a forward with a cache: a capture must
     not meet another's work, and while layers are compiled they are replaced for all.
     """
 
+    method = "forward"
+
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._original = model.forward
-        self._was_instance = "forward" in model.__dict__
-        self._graphs: weakref.WeakKeyDictionary[Any, StepGraphs] = weakref.WeakKeyDictionary()
+        super().__init__(model)
         self._turn = threading.RLock()
-        # The signature too: Transformers asks for it.
-        functools.update_wrapper(self, self._original)
-        model.forward = self
+
+    @property
+    def replaces_compiled(self) -> bool:
+        """Whether the model's own forward is one that `torch.compile` returned."""
+        return is_compiled(self._original)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,45 +75,23 @@ class Dispatcher:
         if cache is None:
             return self._original(*args, **kwargs)
         with self._turn:
-            graphs = self._graphs.get(cache) if not args else None
+            graphs = self.served.get(cache) if not args else None
             if graphs is None:
                 return self._original(*args, **kwargs)
             return graphs(self._original, kwargs)
 
-    def __reduce__(self) -> Any:
-        """A copied or pickled model has no cache: it runs its own forward on its own weights."""
-        return as_original(self._original)
-
     @classmethod
     def add(cls, model: torch.nn.Module, cache: OasisCache) -> StepGraphs:
-        """Serve `cache` too; however many caches, the model's forward is replaced once."""
-        with _registry:
-            dispatcher = model.__dict__.get("forward")
-            if not isinstance(dispatcher, cls):
-                dispatcher = cls(model)
-            graphs = StepGraphs(cache, model, dispatcher)
-            dispatcher._graphs[cache] = graphs
-            weakref.finalize(cache, dispatcher.drop_if_idle)
-            return graphs
+        """Serve `cache` too."""
+        dispatcher = cls.in_front_of(model)
+        graphs = StepGraphs(cache, model, dispatcher)
+        dispatcher.serve(cache, graphs)
+        return graphs
 
     def forget(self) -> None:
         """Have all caches capture anew: the model's weights are at other addresses."""
-        for graphs in list(self._graphs.values()):
+        for graphs in list(self.served.values()):
             graphs.forget()
-
-    def drop_if_idle(self) -> None:
-        """Put the model's own forward back once no cache is left."""
-        with _registry:
-            model = self._model()
-            # A weak dictionary still counts what is about to leave it.
-            if model is None or any(True for _ in self._graphs):
-                return
-            if model.__dict__.get("forward") is not self:
-                return
-            if self._was_instance:
-                model.forward = self._original
-            else:
-                del model.forward
 
 
 class _Entry:
@@ -263,7 +237,7 @@ class StepGraphs:
         if autocast_devices():
             # Weights in another dtype are copied, and the copies live as long as autocast is on.
             return "autocast is on"
-        if is_compiled(self._dispatcher._original):
+        if self._dispatcher.replaces_compiled:
             return "the forward is compiled by torch.compile"
         if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
             return "the call has unusual arguments"

@@ -140,9 +140,13 @@ class LayerStorage:
         self.grow(rows)
         self.columns += rows
 
+    def _blocks_after(self, rows: int) -> int:
+        """Blocks of all tokens once `rows` more are given, rounded up to groups."""
+        return round_up(self.columns + rows, self.geometry.group) // self.geometry.block
+
     def _room_after(self, rows: int) -> tuple[int, int]:
         """Blocks and slots that `rows` more tokens need."""
-        need = round_up(self.columns + rows, self.geometry.group) // self.geometry.block
+        need = self._blocks_after(rows)
         return need, self.geometry.slots_for(need)
 
     def fits(self, rows: int) -> bool:
@@ -190,7 +194,7 @@ class LayerStorage:
     @property
     def holds(self) -> int:
         """Blocks that hold the tokens given so far, rounded up to groups; changes with each."""
-        return self._room_after(0)[0]
+        return self._blocks_after(0)
 
     @property
     def covers(self) -> bool:
@@ -212,8 +216,7 @@ class LayerStorage:
 
     def scanned_after(self, rows: int) -> int:
         """`scanned`, once `rows` more tokens are given."""
-        need = round_up(self.columns + rows, self.geometry.group)
-        blocks = max(need // self.geometry.block, 1)
+        blocks = max(self._blocks_after(rows), 1)
         return min(1 << (blocks - 1).bit_length(), self.index.capacity)
 
     @property

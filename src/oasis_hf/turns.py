@@ -8,9 +8,7 @@ cache was fed are compared with the text's, and what differs is taken back and r
 
 from __future__ import annotations
 
-import inspect
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from .changes import Change, shorten
 from .compat import cache_of
-from .copying import as_original
+from .stand_in import StandIn
 
 if TYPE_CHECKING:
     from .cache import OasisCache
@@ -100,52 +98,24 @@ def turn(cache: OasisCache, ids: Tensor | None, mask: Tensor | None) -> Iterator
         cache.turn = None
 
 
-class Generate:
-    """Stands in front of one model's `generate`; keeps its signature.
+class Generate(StandIn):
+    """Stands in front of one model's `generate`."""
 
-    However many caches a model serves, there is one of these; it goes with the last of them.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model: weakref.ref[Any] = weakref.ref(model)
-        self._was_instance = "generate" in vars(model)
-        self._original: Any = model.generate
-        self._caches: weakref.WeakSet[OasisCache] = weakref.WeakSet()
-        self.__signature__ = inspect.signature(self._original)
-        self.__doc__ = self._original.__doc__
+    method = "generate"
 
     @classmethod
     def add(cls, model: Any, cache: OasisCache) -> None:
         """Watch over the turns of `cache` too."""
-        if not callable(getattr(model, "generate", None)):
-            return
-        own = vars(model).get("generate")
-        if not isinstance(own, cls):
-            own = model.generate = cls(model)
-        own._caches.add(cache)
-        weakref.finalize(cache, own._remove_if_idle)
-
-    def _remove_if_idle(self) -> None:
-        model = self._model()
-        # A weak set still counts what is about to leave it.
-        served = any(True for _ in self._caches)
-        if model is None or served or vars(model).get("generate") is not self:
-            return
-        if self._was_instance:
-            model.generate = self._original
-        else:
-            del model.generate
+        if callable(getattr(model, cls.method, None)):
+            cls.in_front_of(model).serve(cache, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate`."""
         cache = cache_of(kwargs)
-        if not any(cache is one for one in self._caches):
+        if not any(cache is one for one in self.served):
             return self._original(*args, **kwargs)
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if kwargs.get("inputs_embeds") is not None:
             ids = None
         with turn(cache, ids, kwargs.get("attention_mask")):
             return self._original(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """A copied or pickled model has no cache: it generates by its own method."""
-        return as_original(self._original)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import ceil_div, round_up
-from .checks import check_scores
+from .scores import check_scores
 
 
 class Index(ABC):
@@ -122,7 +122,7 @@ class Index(ABC):
         rows = torch.where(real[..., None], query, 0.0)
         logits = self.block_logits(rows, live)
         if self.watched:
-            check_scores(self, logits, rows, live)
+            check_scores(type(self).__name__, logits, rows, live)
             self.watched = False
         return self.ops.reduce_rows(
             logits, live, rest if self.estimates_mass else None, self.reduction, real

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import OasisConfigError
-
-if TYPE_CHECKING:
-    from .base import Index
+from .base import Index
+from .scores import check_scores
 
 BATCH, GROUPS, ROWS = 2, 3, 5
 """Sequences, groups and query rows that an index is tried on: all different, and more than one."""
@@ -25,10 +24,6 @@ LEAST_AGREEMENT = 0.9
 """Share of a group's summary that must not depend on the groups summarised in the same call."""
 MASS_SLACK = 1.0
 """How far, in logits, an estimate of a block's attention may lie from its known value."""
-SPILL = (
-    "the last entry of every array is the spill, which takes masked-out writes; leave it out, as "
-    "in self.arrays[name][:, :, :-1]"
-)
 
 
 def check_class(index: type[Index], taken: Iterable[str]) -> None:
@@ -97,38 +92,6 @@ def check_index(make: Callable[[], Index], heads: int, example: Tensor) -> None:
         trial = _Trial(make(), heads, example)
         trial.encode()
         trial.score()
-
-
-def check_scores(index: Index, logits: Any, query: Tensor, live: Tensor) -> None:
-    """Look at what `block_logits` returns for query `[B, H, Q, D]` and live `[B, 1, N]`.
-
-    Waits for the device.
-
-    Raises:
-        OasisConfigError: not `[B, H, Q, N]` float32 numbers or -inf on the query's device.
-    """
-    label = f"index {type(index).__name__}: block_logits"
-    shape = (*query.shape[:3], live.shape[2])
-    if not isinstance(logits, Tensor):
-        raise OasisConfigError(f"{label}: got a {type(logits).__name__}, expected a tensor")
-    if tuple(logits.shape) != shape:
-        spill = logits.ndim == 4 and logits.shape[3] > shape[3]
-        raise OasisConfigError(
-            f"{label}: got {tuple(logits.shape)}, expected {shape}, [batch, heads, query rows, "
-            f"blocks]{'; ' + SPILL if spill else ''}"
-        )
-    if logits.dtype != torch.float32:
-        raise OasisConfigError(
-            f"{label}: got {logits.dtype}, expected torch.float32; call .float() on the arrays"
-        )
-    if logits.device != query.device:
-        raise OasisConfigError(f"{label}: got {logits.device}, expected {query.device}")
-    wrong = logits.isnan() | (logits == math.inf)
-    if bool((wrong & live[:, :, None]).any()):
-        raise OasisConfigError(
-            f"{label}: got NaN or +inf for blocks that hold tokens, expected numbers, or -inf to "
-            "leave a block out"
-        )
 
 
 class _Trial:
@@ -205,7 +168,7 @@ class _Trial:
         found = []
         for rows in (query, torch.zeros_like(query)):
             found.append(_called(label, index.block_logits, rows, live))
-            check_scores(index, found[-1], rows, torch.ones_like(live))
+            check_scores(type(index).__name__, found[-1], rows, torch.ones_like(live))
         same = before.keys() == index.arrays.keys() and all(
             _agreement(array, index.arrays[name]) == 1 for name, array in before.items()
         )
