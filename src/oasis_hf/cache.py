@@ -99,7 +99,7 @@ class OasisCache(compat.Cache):
         self._checkpoint: Checkpoint | None = None
         self.forward: Forward | None = None
         self._drafting = Drafting.OFF
-        self._hint: Hint | None = None
+        self._hint = Hint()
         self.torn = False
         # States of the model's adapters under which prompts were read.
         self.read_with: set[tuple[Any, ...]] = set()
@@ -255,6 +255,7 @@ class OasisCache(compat.Cache):
         for change in reversed(checkpoint.changes):
             change.undo(self)
         self.forward = None
+        self.expect()
 
     def next_forward(self, rows: int) -> Forward:
         """What the forward of `rows` new tokens that comes next is, or the one in progress."""
@@ -295,7 +296,7 @@ class OasisCache(compat.Cache):
             if not self.ledger.columns:
                 self.read_with.clear()
             self.read_with.add(adapter_state(model))
-        self.forward, self._hint = forward, None
+        self.forward, self._hint = forward, Hint()
         if self._drafting is Drafting.ANNOUNCED and not (self.hook and self.hook.feeds_pieces):
             self._drafting = Drafting.ON
         for layer in self.offloaded[:1]:
@@ -307,7 +308,7 @@ class OasisCache(compat.Cache):
                 layer.grow(forward.rows)
 
     def expect(self, prompt: bool = False, agreed: bool = False) -> None:
-        """Say what is known of the next forward.
+        """Say what is known of the next forward, until it ends; by default nothing.
 
         Args:
             prompt: it is a prompt, however short, where verifications are due.
@@ -347,7 +348,7 @@ class OasisCache(compat.Cache):
     @property
     def mask_agrees(self) -> bool:
         """Whether the next forward's mask is known to say what was recorded."""
-        return self._hint is not None and self._hint.agreed
+        return self._hint.agreed
 
     def _record(self, drafting: Drafting) -> None:
         self._drafting = drafting

@@ -87,7 +87,7 @@ def describe(
     *,
     max_rows: int,
     exact: bool,
-    hint: Hint | None = None,
+    hint: Hint = Hint(),
     keep: int = 0,
     ids: Tensor | None = None,
 ) -> Forward:
@@ -103,7 +103,6 @@ def describe(
         keep: newest columns whose logits are wanted; 0 for all, or if that is not known.
         ids: `[B, rows]` token ids, if they are known.
     """
-    hint = hint or Hint()
     drafts = max(keep - 1, 0) if exact and drafting is Drafting.ANNOUNCED else 0
     # Logits of the last token alone: nobody verifies drafts with these.
     prompt = hint.prompt or (rows > 1 and keep == 1)

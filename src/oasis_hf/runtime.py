@@ -90,6 +90,7 @@ class ForwardHook:
         cache.forget_gradients()
         if self.feeds_pieces:
             return
+        cache.expect()
         if missed is not None or output is None:
             self._undo(cache)
         elif cache.turn is not None:

@@ -18,7 +18,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from oasis_hf import OasisCache
+from oasis_hf import OasisCache, OasisUnsupportedError
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -147,3 +147,38 @@ def test_a_forward_that_fails_puts_hidden_tokens_back(monkeypatch: pytest.Monkey
             forward(model, ids[:, 90:95], cache, mask)
     got = forward(model, ids[:, 90:95], cache, torch.ones(2, 95).long())
     assert_close(got, forward(reference, ids[:, 90:95], dense, torch.ones(2, 95).long()))
+
+
+@pytest.mark.parametrize("built", ["model", "config"])
+def test_what_is_known_of_a_forward_ends_with_it(
+    built: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that was vouched for, in a forward that never reached the cache, says no more."""
+    model, reference = tiny_model("llama"), tiny_model("llama", "sdpa")
+    cache, dense = OasisCache(model if built == "model" else model.config, **FULL), None
+    dense = dense_cache(reference)
+    ids, mask = prompt(100, 2), torch.ones(2, 95).long()
+    for target, held in ((model, cache), (reference, dense)):
+        forward(target, ids[:, :90], held)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[0].mlp, "forward", fail)
+        cache.expect(agreed=True)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            forward(model, ids[:, 90:95], cache, mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.embed_tokens, "forward", fail)
+        if built == "model":
+            # What a cache of a config expects, it learns to be over by the first layer alone.
+            cache.expect(agreed=True)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            forward(model, ids[:, 90:95], cache, mask)
+    mask[1, 30:60] = 0
+    if built == "config":
+        with pytest.raises(OasisUnsupportedError, match="an earlier forward broke off"):
+            forward(model, ids[:, 90:95], cache, mask)
+    got = forward(model, ids[:, 90:95], cache, mask)
+    assert_close(got, forward(reference, ids[:, 90:95], dense, mask))
