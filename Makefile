@@ -2,7 +2,7 @@
 #
 #   make demo     one question over 4K tokens of prose, answered dense and with Oasis
 #   make test     lint, types, import layers, the site; all tests on the oldest supported
-#                 Transformers, then the contract tests on the newest
+#                 Transformers, then on the newest
 #   make lint     the checks alone            make format   let ruff rewrite the files
 #   make docs     the documentation site, into site/; any warning is an error
 #   make dist     sdist and wheel, into dist/; what else a release needs is in CONTRIBUTING.md
@@ -60,7 +60,7 @@ test-oldest: $(VENV)/.dev
 	$(PYTEST) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 test-newest: $(NEWEST)/.dev
-	$(PYTEST) $(NEWEST)/bin/python -m pytest -n $(WORKERS) tests/contract $(PYTEST_ARGS)
+	$(PYTEST) $(NEWEST)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

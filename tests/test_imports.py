@@ -23,7 +23,7 @@ def in_a_fresh_process(script: str) -> dict[str, object]:
 def test_importing_imports_no_triton_and_initialises_no_gpu() -> None:
     report = in_a_fresh_process(
         "import json, sys\n"
-        "from transformers import AutoModelForCausalLM, DynamicCache\n"
+        "from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache\n"
         "before = 'triton' in sys.modules\n"
         "import torch, oasis_hf\n"
         "print(json.dumps({\n"
