@@ -476,7 +476,8 @@ class OasisCache(compat.Cache):
         """Forget everything and give all memory back; the cache can be used again."""
         self._checkpoint = None
         self.ledger.reset()
-        self.forward, self._drafting, self._hint = None, Drafting.OFF, None
+        self.forward, self._drafting = None, Drafting.OFF
+        self.expect()
         self.torn = False
         self.rounds = self.drafted = self.accepted = 0
         # Transformers' layers would keep zeroed tensors of the old shape.
