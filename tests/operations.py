@@ -245,7 +245,7 @@ class Operations:
         self.check_counts()
         layer = self.driver.layer
         if layer.is_initialized:
-            layer.engine.join()
+            layer.parts.join()
             self.check_shapes()
             self.check_history()
             self.check_tables()
@@ -258,29 +258,47 @@ class Operations:
             assert torch.equal(ledger.real().cpu(), self.real)
         if not layer.is_initialized:
             return
-        g, lengths, committed = layer.geometry, self.real.sum(1), layer.committed.cpu()
-        assert torch.equal(layer.lengths.cpu(), lengths)
-        assert layer.batch_size == self.batch and layer.lengths.shape == committed.shape
+        g, lengths, committed = (
+            layer.parts.geometry,
+            self.real.sum(1),
+            layer.parts.frontier.committed.cpu(),
+        )
+        assert torch.equal(layer.parts.frontier.lengths.cpu(), lengths)
+        assert (
+            layer.batch_size == self.batch and layer.parts.frontier.lengths.shape == committed.shape
+        )
         assert not (committed % g.group).any() and (committed >= 0).all()
         assert (committed <= lengths).all()
-        assert (lengths - committed <= layer.tail.places).all()
-        assert layer.store.blocks == layer.residency.blocks == layer.index.capacity
+        assert (lengths - committed <= layer.parts.tail.places).all()
+        assert (
+            layer.parts.store.blocks == layer.parts.residency.blocks == layer.parts.index.capacity
+        )
 
     def check_shapes(self) -> None:
         """Nothing has the batch of before, or lies in pieces."""
         layer, heads = self.driver.layer, self.kv_heads
-        batched = [layer.pool.k, layer.pool.v, layer.tail.k, layer.tail.v, *layer.store.slabs]
-        batched += [*layer.residency.tables, *layer.index.arrays.values()]
+        batched = [
+            layer.parts.pool.k,
+            layer.parts.pool.v,
+            layer.parts.tail.k,
+            layer.parts.tail.v,
+            *layer.parts.store.slabs,
+        ]
+        batched += [*layer.parts.residency.tables, *layer.parts.index.arrays.values()]
         for tensor in batched:
             assert tensor.shape[:2] == (self.batch, heads) and tensor.is_contiguous()
-        for tensor in (layer.lengths, layer.committed, layer.committed_before):
+        for tensor in (
+            layer.parts.frontier.lengths,
+            layer.parts.frontier.committed,
+            layer.parts.frontier.committed_before,
+        ):
             assert tensor.shape == (self.batch,)
-        assert layer.store.batch == self.batch
+        assert layer.parts.store.batch == self.batch
 
     def check_history(self) -> None:
         """No token is lost."""
         layer = self.driver.layer
-        k, v, valid = layer.history(layer.lengths.tolist())
+        k, v, valid = layer.history(layer.parts.frontier.lengths.tolist())
         k, v = k.cpu(), v.cpu()
         for row, (want_k, want_v) in enumerate(self.rows):
             length = want_k.shape[1]
@@ -293,16 +311,16 @@ class Operations:
     def check_tables(self) -> None:
         """The tables agree with each other, and resident blocks with the lists."""
         layer = self.driver.layer
-        residency, size = layer.residency, layer.geometry.block
+        residency, size = layer.parts.residency, layer.parts.geometry.block
         slot_of, block_of, ages = (table[..., :-1].cpu().long() for table in residency.tables)
-        committed = layer.committed.cpu()
+        committed = layer.parts.frontier.committed.cpu()
         resident = block_of >= 0
         assert (slot_of >= 0).sum() == resident.sum()
         slots = torch.arange(block_of.shape[2]).expand_as(block_of)
         assert torch.equal(slot_of.gather(2, block_of.clamp(min=0))[resident], slots[resident])
         assert torch.equal(ages >= 0, resident)
         assert (block_of * size < committed[:, None, None])[resident].all()
-        pools = layer.pool.k.cpu(), layer.pool.v.cpu()
+        pools = layer.parts.pool.k.cpu(), layer.parts.pool.v.cpu()
         for row, wanted in enumerate(self.rows):
             heads, places = resident[row].nonzero(as_tuple=True)
             blocks = block_of[row, heads, places]
@@ -314,12 +332,14 @@ class Operations:
         """Every full group has its summary."""
         layer = self.driver.layer
         for row, (k, _) in enumerate(self.rows):
-            done = int(layer.committed[row])
+            done = int(layer.parts.frontier.committed[row])
             if not done:
                 continue
-            groups = k[None, :, :done].unflatten(2, (-1, layer.geometry.group)).to(layer.device)
-            for name, part in layer.index.encode(groups).items():
-                stored = layer.index.arrays[name][row : row + 1, :, : part.shape[2]]
+            groups = (
+                k[None, :, :done].unflatten(2, (-1, layer.parts.geometry.group)).to(layer.device)
+            )
+            for name, part in layer.parts.index.encode(groups).items():
+                stored = layer.parts.index.arrays[name][row : row + 1, :, : part.shape[2]]
                 assert torch.equal(stored, part), name
 
 

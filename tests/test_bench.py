@@ -144,10 +144,13 @@ def test_a_round_keeps_what_was_drawn_of_every_row() -> None:
     case = Case(3, 300, drafts=4, acceptance=0.5)
     rounds = draft_rounds(model, case, cache)
     assert isinstance(rounds, SetRounds)
-    before, drawn = cache.offloaded[0].lengths.clone(), torch.Generator().manual_seed(0)
+    before, drawn = (
+        cache.offloaded[0].parts.frontier.lengths.clone(),
+        torch.Generator().manual_seed(0),
+    )
     expected = sum(kept_tokens(case, drawn) for _ in range(6))
     assert sum(rounds.run() for _ in range(6)) == int(expected.sum())
-    assert [layer.lengths.tolist() for layer in cache.offloaded] == [
+    assert [layer.parts.frontier.lengths.tolist() for layer in cache.offloaded] == [
         (before + expected).tolist()
     ] * len(cache.offloaded)
     found = rounds.report()
@@ -201,7 +204,9 @@ def test_looked_up_drafts_are_accepted_where_the_script_goes_on_as_they_do() -> 
         assert torch.equal(said[row, :end], rounds.script[row, :end])
     # All but the newest token have been fed.
     ends = (rounds.loop.text.ends - 1).tolist()
-    assert [layer.lengths.tolist() for layer in cache.offloaded] == [ends] * len(cache.offloaded)
+    assert [layer.parts.frontier.lengths.tolist() for layer in cache.offloaded] == [ends] * len(
+        cache.offloaded
+    )
     assert cache.stats().accepted == sum(accepted)
 
 

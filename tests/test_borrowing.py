@@ -19,14 +19,14 @@ def borrow(base: OasisCache, **options: Any) -> OasisCache:
     cache = OasisCache(base.model, **options)
     cache.ledger.copy_from(base.ledger)
     for old, new in zip(base.offloaded, cache.offloaded, strict=True):
-        k, v, _ = old.history(old.lengths.tolist())
-        new.adopt(k, v, old.lengths, old.columns, owner=old)
+        k, v, _ = old.history(old.parts.frontier.lengths.tolist())
+        new.adopt(k, v, old.parts.frontier.lengths, old.columns, owner=old)
     return cache
 
 
 def memory(cache: OasisCache) -> list[int]:
     """Where the slabs of a cache's first layer are."""
-    return [slab.data_ptr() for slab in cache.offloaded[0].store.slabs]
+    return [slab.data_ptr() for slab in cache.offloaded[0].parts.store.slabs]
 
 
 @pytest.mark.parametrize("length", [20, 40, 200])
@@ -49,8 +49,8 @@ def test_borrowers_go_on_as_forks_do(length: int) -> None:
         assert borrower.get_seq_length() == fork.get_seq_length()
         for mine, its in zip(borrower.offloaded, fork.offloaded, strict=True):
             for one, other in zip(
-                mine.history(mine.lengths.tolist())[:2],
-                its.history(its.lengths.tolist())[:2],
+                mine.history(mine.parts.frontier.lengths.tolist())[:2],
+                its.history(its.parts.frontier.lengths.tolist())[:2],
                 strict=True,
             ):
                 assert torch.equal(one, other)

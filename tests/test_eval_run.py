@@ -182,7 +182,9 @@ def test_an_arm_has_its_own_options_and_defaults_for_the_rest(pair: Any, block: 
     options = {"index": "mean", "on_miss": "fetch", "budget": 64, "block_size": block}
     options["fetch_cap"] = 0.05
     assert cache.oasis_config == OasisConfig(**options)
-    own, read = (side.offloaded[0].store.slabs[0].data_ptr() for side in (cache, session.base))
+    own, read = (
+        side.offloaded[0].parts.store.slabs[0].data_ptr() for side in (cache, session.base)
+    )
     assert (own == read) == (block == 16) and cache.get_seq_length() == 300
 
 

@@ -287,9 +287,19 @@ def test_rejected_drafts_leave_store_index_and_residents_alone() -> None:
     driver.cache.expect_drafts()
     layer = driver.layer
     # A full budget has every block resident, so queries of drafts want none that is not.
-    parts = {"store": layer.store, "index": layer.index.arrays, "pool": layer.pool}
-    parts |= {"slot": layer.residency.slot_of_block, "block": layer.residency.block_of_slot}
-    parts |= {"lengths": layer.lengths[None, None], "committed": layer.committed[None, None]}
+    parts = {
+        "store": layer.parts.store,
+        "index": layer.parts.index.arrays,
+        "pool": layer.parts.pool,
+    }
+    parts |= {
+        "slot": layer.parts.residency.slot_of_block,
+        "block": layer.parts.residency.block_of_slot,
+    }
+    parts |= {
+        "lengths": layer.parts.frontier.lengths[None, None],
+        "committed": layer.parts.frontier.committed[None, None],
+    }
     before = {name: tensor.clone() for name, tensor in tensors_of(parts).items()}
     seen = driver.seen
     driver.feed_random(generator, 3, 8)
@@ -311,8 +321,8 @@ def test_rejected_drafts_leave_store_index_and_residents_alone() -> None:
     kept = torch.tensor([3, 1, 8])
     driver.cache.commit(8, kept)
     other.feed(q, k, v, torch.arange(8)[None] < kept[:, None])
-    lengths = driver.layer.lengths.tolist()
-    assert lengths == [154, 152, 159] == other.layer.lengths.tolist()
+    lengths = driver.layer.parts.frontier.lengths.tolist()
+    assert lengths == [154, 152, 159] == other.layer.parts.frontier.lengths.tolist()
     for a, b in zip(
         driver.layer.history(lengths)[:2], other.layer.history(lengths)[:2], strict=True
     ):
@@ -353,7 +363,10 @@ def test_a_commit_that_does_not_fit_changes_nothing(
     driver.feed_random(torch.Generator().manual_seed(0), 2, 5)
     with pytest.raises(ValueError, match=message):
         driver.cache.commit(rows, torch.tensor(kept), **options)
-    assert driver.layer.lengths.tolist() == [5, 5] and driver.cache.get_seq_length() == 5
+    assert (
+        driver.layer.parts.frontier.lengths.tolist() == [5, 5]
+        and driver.cache.get_seq_length() == 5
+    )
 
 
 # ---- the loop around it --------------------------------------------------------------------------
@@ -429,7 +442,7 @@ def test_a_failure_in_the_middle_leaves_what_was_read() -> None:
     assert held > ids.shape[1], "some rounds should have passed"
     real = cache.ledger.real()
     assert torch.equal(real[:, : ids.shape[1]], mask.bool()), "laid out as the sequences"
-    assert torch.equal(cache.layers[0].lengths, real.sum(1))
+    assert torch.equal(cache.layers[0].parts.frontier.lengths, real.sum(1))
     # Back to the prompt, and again.
     cache.crop(ids.shape[1] - 1 - held)
     want = generate(model, ids, OasisCache(model, **FULL), attention_mask=mask)
@@ -461,7 +474,7 @@ def test_a_forward_that_breaks_off_leaves_what_was_committed(who: str) -> None:
     real = cache.ledger.real()
     assert held > ids.shape[1] and torch.equal(real[:, : ids.shape[1]], mask.bool())
     for layer in cache.layers:
-        assert layer.columns == held and torch.equal(layer.lengths, real.sum(1))
+        assert layer.columns == held and torch.equal(layer.parts.frontier.lengths, real.sum(1))
     cache.crop(ids.shape[1] - 1 - held)
     want = generate(model, ids, OasisCache(model, **FULL), attention_mask=mask)
     assert torch.equal(generate(model, ids, cache, **options), want)

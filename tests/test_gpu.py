@@ -329,7 +329,7 @@ def test_two_gpus(model: PreTrainedModel, tmp_path: Path) -> None:
     spread.generation_config.eos_token_id = None
     cache = OasisCache(spread, budget=128)
     assert torch.equal(generate(spread, ids, cache, 60), want)
-    assert [layer.pool.k.device.index for layer in cache.offloaded] == [0, 1, 1]
+    assert [layer.parts.pool.k.device.index for layer in cache.offloaded] == [0, 1, 1]
 
 
 @pytest.mark.skipif(

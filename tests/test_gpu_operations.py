@@ -153,7 +153,7 @@ def test_storage_at_the_same_place_is_other_storage(model: PreTrainedModel) -> N
         new = generate(model, ids, cache, 8)
         assert_greedy(model, ids, new)
         first = cache.offloaded[0]
-        place = first.tail.k.data_ptr()
+        place = first.parts.tail.k.data_ptr()
         again += place in met
         met.add(place)
         assert first.epoch not in epochs
@@ -295,7 +295,7 @@ def test_a_cache_may_die_while_its_transfers_run(
     for number in range(3):
         cache = OasisCache(model, **options)
         forward(model, ids, cache, logits_to_keep=1)
-        size = cache.offloaded[0].pool.k.nbytes
+        size = cache.offloaded[0].parts.pool.k.nbytes
         for token in prompt(4, 2, seed=number).to("cuda").split(1, 1):
             forward(model, token, cache)
         with late(monkeypatch, 60_000_000):
@@ -330,7 +330,7 @@ def test_a_step_never_waits_for_the_device(options: dict[str, Any]) -> None:
             layer.attend(query, key, key, None, 0.125, new=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert int(layer.committed[0]) > 300
+    assert int(layer.parts.frontier.committed[0]) > 300
 
 
 def test_two_caches_take_turns_by_graphs(model: PreTrainedModel) -> None:

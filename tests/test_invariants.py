@@ -31,6 +31,7 @@ from oasis_hf import OasisCache
 from oasis_hf.index import INDEXES, keys2bit
 from oasis_hf.index.minmax import MinMaxIndex
 from oasis_hf.turns import turn
+from oasis_kernels.reference import step as torch_step
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -88,7 +89,7 @@ def test_every_token_is_kept_bit_for_bit(
         (_, k, v), _ = driver.feed_random(generator, 2, rows)
         keys.append(k)
         values.append(v)
-    k, v, valid = driver.layer.history(driver.layer.lengths.tolist())
+    k, v, valid = driver.layer.history(driver.layer.parts.frontier.lengths.tolist())
     assert valid is None
     assert torch.equal(k.cpu(), torch.cat(keys, 2))
     assert torch.equal(v.cpu(), torch.cat(values, 2))
@@ -147,11 +148,11 @@ def test_slabs_change_no_bit(engine: Engine, index: str, monkeypatch: pytest.Mon
     size = engine.pick((40, 2), (4, 1))
     many = engine.driver(**SPARSE, index=index)
     outputs = talk(many, *size)
-    assert len(many.layer.store.slabs) > 2
+    assert len(many.layer.parts.store.slabs) > 2
     monkeypatch.setattr("oasis_hf.tiers.host.GROWTH_TOKENS", 4096)
     one = engine.driver(**SPARSE, index=index)
     assert all(torch.equal(a, b) for a, b in zip(outputs, talk(one, *size), strict=True))
-    assert len(one.layer.store.slabs) <= 2
+    assert len(one.layer.parts.store.slabs) <= 2
 
 
 # ---- 4: what is free may hold anything -----------------------------------------------------------
@@ -161,27 +162,32 @@ def poison(layer: Any) -> int:
     """Fill every place that holds no live data with NaN; returns how many places that were."""
     if not layer.is_initialized:
         return 0
-    layer.engine.join()
-    slots = layer.residency.block_of_slot < 0
+    layer.parts.join()
+    slots = layer.parts.residency.block_of_slot < 0
     slots[..., -1] = True
-    newest = torch.arange(layer.tail.places, device=DEVICE)
-    last = layer.lengths[:, None] - 1
-    position = last - torch.remainder(last - newest, layer.tail.places)
-    places = torch.nn.functional.pad(position < layer.committed[:, None], (0, 1), value=True)
+    newest = torch.arange(layer.parts.tail.places, device=DEVICE)
+    last = layer.parts.frontier.lengths[:, None] - 1
+    position = last - torch.remainder(last - newest, layer.parts.tail.places)
+    places = torch.nn.functional.pad(
+        position < layer.parts.frontier.committed[:, None], (0, 1), value=True
+    )
     count = int(slots.sum() + places.sum())
-    for pool, ring in ((layer.pool.k, layer.tail.k), (layer.pool.v, layer.tail.v)):
+    for pool, ring in (
+        (layer.parts.pool.k, layer.parts.tail.k),
+        (layer.parts.pool.v, layer.parts.tail.v),
+    ):
         pool[slots] = float("nan")
         ring.transpose(1, 2)[places] = float("nan")
-    committed = layer.committed // layer.geometry.block
+    committed = layer.parts.frontier.committed // layer.parts.geometry.block
     first = 0
-    layer.store.settle()
-    for slab in layer.store.slabs:
+    layer.parts.store.settle()
+    for slab in layer.parts.store.slabs:
         blocks = torch.arange(first, first + slab.shape[2])
         blocks[-1] = 2**30
         slab.transpose(1, 2)[blocks[None] >= committed.cpu()[:, None]] = float("nan")
         first += slab.shape[2] - 1
-    per_group = layer.geometry.group // layer.geometry.block
-    for array in layer.index.arrays.values():
+    per_group = layer.parts.geometry.group // layer.parts.geometry.block
+    for array in layer.parts.index.arrays.values():
         groups = torch.arange(array.shape[2], device=DEVICE) * per_group
         groups[-1] = 2**30
         stale = groups[None] >= committed[:, None]
@@ -224,15 +230,15 @@ def test_drafts_leave_no_trace(engine: Engine, index: str) -> None:
             driver.seen = driver.seen[:, : driver.cache.get_seq_length()]
         runs.append(driver.layer)
     one, other = runs
-    committed = int(one.committed[0])
-    assert one.committed.tolist() == other.committed.tolist()
+    committed = int(one.parts.frontier.committed[0])
+    assert one.parts.frontier.committed.tolist() == other.parts.frontier.committed.tolist()
     assert committed >= engine.pick(192, 144)
-    lengths = one.lengths.tolist()
+    lengths = one.parts.frontier.lengths.tolist()
     for a, b in zip(one.history(lengths)[:2], other.history(lengths)[:2], strict=True):
         assert torch.equal(a, b)
-    groups = committed // one.geometry.group
-    for name, array in one.index.arrays.items():
-        assert torch.equal(array[:, :, :groups], other.index.arrays[name][:, :, :groups])
+    groups = committed // one.parts.geometry.group
+    for name, array in one.parts.index.arrays.items():
+        assert torch.equal(array[:, :, :groups], other.parts.index.arrays[name][:, :, :groups])
     assert_pool_matches_store(other)
 
 
@@ -243,11 +249,13 @@ def test_rows_are_not_committed_by_their_own_forward(engine: Engine, rows: int) 
     generator = rng()
     driver.feed_random(generator, 1, 100)
     for _ in range(engine.pick(200, 64) // rows):
-        before = driver.layer.lengths.clone()
+        before = driver.layer.parts.frontier.lengths.clone()
         driver.feed_random(generator, 1, rows)
-        assert bool((driver.layer.committed <= before - SPARSE["recent_tokens"]).all())
-    group, recent = driver.layer.geometry.group, SPARSE["recent_tokens"]
-    assert driver.layer.committed.tolist() == [int(before - recent) // group * group]
+        assert bool(
+            (driver.layer.parts.frontier.committed <= before - SPARSE["recent_tokens"]).all()
+        )
+    group, recent = driver.layer.parts.geometry.group, SPARSE["recent_tokens"]
+    assert driver.layer.parts.frontier.committed.tolist() == [int(before - recent) // group * group]
 
 
 DEPTHS = (1, 15, 16, 17, 63, 64, 65, 100, 190, 229, 230)
@@ -268,8 +276,14 @@ def test_crop_reopens_the_last_group(engine: Engine, index: str, removed: int, h
     driver.cache.crop(-removed)
     driver.seen = driver.seen[:, : 230 - removed]
     layer = driver.layer
-    assert layer.lengths.tolist() == [230 - removed] and layer.committed <= layer.lengths
-    assert not (layer.residency.block_of_slot * layer.geometry.block >= layer.committed).any()
+    assert (
+        layer.parts.frontier.lengths.tolist() == [230 - removed]
+        and layer.parts.frontier.committed <= layer.parts.frontier.lengths
+    )
+    assert not (
+        layer.parts.residency.block_of_slot * layer.parts.geometry.block
+        >= layer.parts.frontier.committed
+    ).any()
     fresh = engine.driver(**options)
     if removed < 230:
         fresh.feed(*kept)
@@ -277,27 +291,31 @@ def test_crop_reopens_the_last_group(engine: Engine, index: str, removed: int, h
         new = random_qkv(generator, 1, rows, driver.heads, driver.kv_heads)
         driver.feed(*new)
         fresh.feed(*new)
-    lengths = layer.lengths.tolist()
+    lengths = layer.parts.frontier.lengths.tolist()
     for a, b in zip(layer.history(lengths)[:2], fresh.layer.history(lengths)[:2], strict=True):
         assert torch.equal(a, b)
-    groups = int(layer.committed) // layer.geometry.group
-    assert groups > 2 and layer.committed == fresh.layer.committed
-    for name, array in layer.index.arrays.items():
-        assert torch.equal(array[:, :, :groups], fresh.layer.index.arrays[name][:, :, :groups])
+    groups = int(layer.parts.frontier.committed) // layer.parts.geometry.group
+    assert groups > 2 and layer.parts.frontier.committed == fresh.layer.parts.frontier.committed
+    for name, array in layer.parts.index.arrays.items():
+        assert torch.equal(
+            array[:, :, :groups], fresh.layer.parts.index.arrays[name][:, :, :groups]
+        )
 
 
 def assert_pool_matches_store(layer: Any) -> None:
     """The tables agree with each other, and each resident block with the store."""
-    layer.engine.join()
-    layer.store.settle()
-    residency = layer.residency
+    layer.parts.join()
+    layer.parts.store.settle()
+    residency = layer.parts.residency
     slot_of, block_of = residency.slot_of_block[..., :-1], residency.block_of_slot[..., :-1]
     for b, h, slot in (block_of >= 0).nonzero().tolist():
         block = int(block_of[b, h, slot])
         assert slot_of[b, h, block] == slot
-        k, v = layer.store.gather(torch.full((block_of.shape[0], block_of.shape[1], 1), block))
-        assert torch.equal(layer.pool.k[b, h, slot].cpu(), k[b, h, 0])
-        assert torch.equal(layer.pool.v[b, h, slot].cpu(), v[b, h, 0])
+        k, v = layer.parts.store.gather(
+            torch.full((block_of.shape[0], block_of.shape[1], 1), block)
+        )
+        assert torch.equal(layer.parts.pool.k[b, h, slot].cpu(), k[b, h, 0])
+        assert torch.equal(layer.parts.pool.v[b, h, slot].cpu(), v[b, h, 0])
     assert int((slot_of >= 0).sum()) == int((block_of >= 0).sum())
 
 
@@ -397,12 +415,16 @@ def _walk_steps(model: Any, cache: OasisCache, batch: int, mask: Tensor | None) 
 @pytest.mark.filterwarnings("ignore:module forward hook")
 @policies
 @pytest.mark.parametrize("padded", [False, True], ids=["one row", "padded batch"])
-def test_no_host_sync_in_a_step(policy: dict[str, Any], padded: bool) -> None:
+def test_no_host_sync_in_a_step(
+    policy: dict[str, Any], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device: values of tensors on a CPU may be looked at, others' may not."""
+    monkeypatch.setattr(torch_step, "looks", lambda flags: False)
     model = tiny_model("llama")
     cache = OasisCache(model, **(SPARSE | policy | {"recent_tokens": 0}))
     before = cache.layers[0]
     walk_steps(model, cache, left_padded([0, 50])[1] if padded else None)
-    assert before.committed[0] > 128 and cache.stats().steps == 10
+    assert before.parts.frontier.committed[0] > 128 and cache.stats().steps == 10
 
 
 def _item(x: Tensor) -> Tensor:
@@ -535,8 +557,8 @@ def test_padding_is_in_no_summary(engine: Engine, index: str) -> None:
         driver.feed(q[:, :, :1], k[:, :, :1], v[:, :, :1])
         driver.cache.expect_drafts()
         driver.feed(q, k, v, torch.tensor([[True, False], [True, True]]))
-    assert driver.layer.lengths.tolist() == [110 + 2 * steps, 180 + 3 * steps]
-    driver.layer.engine.join()
+    assert driver.layer.parts.frontier.lengths.tolist() == [110 + 2 * steps, 180 + 3 * steps]
+    driver.layer.parts.join()
     spills = {"tail": 2, "pool": 2, "store": 2, "index": 2}
     for path, tensor in tensors_of(driver.layer).items():
         part = path.split(".")[0]
@@ -627,7 +649,7 @@ def test_crop_touches_every_part(kind: str, removed: int) -> None:
     held = 200 - removed
     assert cache.get_seq_length() == cache.ledger.columns == cache.stats().context_tokens == held
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [held, held]
-    assert cache.offloaded[0].lengths.tolist() == mask[:, :held].sum(1).tolist()
+    assert cache.offloaded[0].parts.frontier.lengths.tolist() == mask[:, :held].sum(1).tolist()
     assert torch.equal(cache.ledger.real(), mask[:, :held].bool())
     cache.expect(prompt=True)
     again = forward(model, ids[:, held:], cache, mask)
@@ -707,21 +729,21 @@ def test_the_size_watch_sees_a_copy_of_all_keys() -> None:
 def test_sizes_are_those_of_the_geometry(block: int, head_room: float) -> None:
     driver = Driver(budget=128, block_size=block, head_room=head_room)
     driver.feed_random(rng(), 3, 300)
-    layer, geometry = driver.layer, driver.layer.geometry
+    layer, geometry = driver.layer, driver.layer.parts.geometry
     assert geometry.slots == round(128 // block * head_room)
-    assert layer.pool.nbytes + layer.tail.nbytes == geometry.fast_bytes(3)
-    blocks = sum(slab.shape[2] for slab in layer.store.slabs)
-    assert layer.store.nbytes == geometry.store_bytes(3, blocks)
-    assert layer.store.blocks * block >= 300
+    assert layer.parts.pool.nbytes + layer.parts.tail.nbytes == geometry.fast_bytes(3)
+    blocks = sum(slab.shape[2] for slab in layer.parts.store.slabs)
+    assert layer.parts.store.nbytes == geometry.store_bytes(3, blocks)
+    assert layer.parts.store.blocks * block >= 300
     sizes: dict[str, int] = {"index": 0, "residency": 0}
-    for path, tensor in tensors_of(layer).items():
+    for path, tensor in tensors_of(layer.parts).items():
         part = path.split(".")[0]
         if part in sizes and "clock" not in path:
             sizes[part] += tensor.nbytes
     stats = driver.cache.stats()
-    assert stats.index_bytes == sizes["index"] == layer.index.nbytes
+    assert stats.index_bytes == sizes["index"] == layer.parts.index.nbytes
     assert stats.hbm_bytes == geometry.fast_bytes(3) + sum(sizes.values())
-    assert stats.host_bytes == layer.store.nbytes
+    assert stats.host_bytes == layer.parts.store.nbytes
     assert stats.full_kv_bytes == 3 * 300 * geometry.token_bytes
 
 
@@ -731,20 +753,20 @@ def test_index_size_per_key_element(index: str, bits: float) -> None:
     driver = Driver(index=index, budget=64)
     driver.feed(*(t.bfloat16() for t in random_qkv(rng(), 1, 2048)))
     layer = driver.layer
-    groups = next(iter(layer.index.arrays.values())).shape[2]
-    elements = 2 * groups * layer.geometry.group * 16
-    assert layer.index.nbytes * 8 == elements * bits
+    groups = next(iter(layer.parts.index.arrays.values())).shape[2]
+    elements = 2 * groups * layer.parts.geometry.group * 16
+    assert layer.parts.index.nbytes * 8 == elements * bits
 
 
 def test_fast_memory_does_not_grow_with_the_context() -> None:
     """Pool and tail stay as they are; the index grows at its own small rate."""
     driver, generator = Driver(budget=64, index="minmax"), rng()
     driver.feed_random(generator, 1, 300)
-    before = driver.layer.pool.nbytes + driver.layer.tail.nbytes
+    before = driver.layer.parts.pool.nbytes + driver.layer.parts.tail.nbytes
     for _ in range(40):
         driver.feed_random(generator, 1, 1)
     driver.feed_random(generator, 1, 3000)
-    assert driver.layer.pool.nbytes + driver.layer.tail.nbytes == before
+    assert driver.layer.parts.pool.nbytes + driver.layer.parts.tail.nbytes == before
     assert driver.cache.stats().index_bytes < 3400 * 2 * 16 * 4 * 2 / 14
 
 

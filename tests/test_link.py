@@ -224,8 +224,8 @@ def test_steps_fetch_as_much_as_the_cap_says(monkeypatch: pytest.MonkeyPatch) ->
     driver.feed_random(generator, 1, 500)
     for _ in range(20):
         driver.feed_random(generator, 1, 1)
-    counts = driver.layer.counters.read()
-    heads = driver.layer.geometry.kv_heads
+    counts = driver.layer.parts.counters.read()
+    heads = driver.layer.parts.geometry.kv_heads
     assert 0 < counts["later"] <= 2 * heads * 20
     assert set(asked) == {4096}
 
@@ -267,5 +267,5 @@ def test_a_step_reads_the_coarse_index_and_what_it_attends_to(
     layer, config = cache.offloaded[0], model.config
     keys = config.num_key_value_heads * config.head_dim * 4
     group, arrays = per_group
-    attended = (64 + layer.geometry.ring) * 2 * keys
-    assert layer.step_bytes(320) == 2 * (attended + 320 // group * arrays * keys)
+    attended = (64 + layer.parts.geometry.ring) * 2 * keys
+    assert layer.parts.step_bytes(320) == 2 * (attended + 320 // group * arrays * keys)

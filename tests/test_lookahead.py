@@ -98,15 +98,15 @@ def test_the_replay_ends_with_the_residents_of_a_real_cache(
     assert int(scores.committed[-1]) > scores.before, "no group left the tail"
     blocks = scores.wanted.shape[-1]
     for number, layer in enumerate(cache.layers):
-        counts = layer.counters.read()
+        counts = layer.parts.counters.read()
         per_head = {"hits": outcome.recall, "now": outcome.now, "later": outcome.behind}
-        heads = layer.geometry.kv_heads
+        heads = layer.parts.geometry.kv_heads
         wanted = {name: figure[:, number].sum() * heads for name, figure in per_head.items()}
         wanted["hits"] *= BUDGET // 16
         assert {name: counts[name] for name in wanted} == pytest.approx(
             {name: figure.item() for name, figure in wanted.items()}
         )
-        real, ours = layer.residency, outcome.residency
+        real, ours = layer.parts.residency, outcome.residency
         assert torch.equal(real.slot_of_block[0, :, :blocks], ours.slot_of_block[number, :, :-1])
         assert torch.equal(real.last_selected[0], ours.last_selected[number])
 

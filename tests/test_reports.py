@@ -181,16 +181,21 @@ def test_summary_of_a_block_reopened_by_a_crop(index: str) -> None:
     driver.feed(*old)
     driver.cache.crop(-80)
     driver.seen = driver.seen[:, :70]
-    assert driver.layer.committed.tolist() == [64]
+    assert driver.layer.parts.frontier.committed.tolist() == [64]
     fresh.feed(*(tensor[:, :, :70] for tensor in old))
     for target in (driver, fresh):
         target.feed(*new)
         target.feed(*random_qkv(torch.Generator().manual_seed(3), 1, 1))
     ours, wanted = driver.layer, fresh.layer
-    assert torch.equal(ours.committed, wanted.committed) and ours.committed.item() >= 128
-    groups = ours.committed.item() // ours.geometry.group
-    for name, array in ours.index.arrays.items():
-        assert torch.equal(array[:, :, :groups], wanted.index.arrays[name][:, :, :groups]), name
+    assert (
+        torch.equal(ours.parts.frontier.committed, wanted.parts.frontier.committed)
+        and ours.parts.frontier.committed.item() >= 128
+    )
+    groups = ours.parts.frontier.committed.item() // ours.parts.geometry.group
+    for name, array in ours.parts.index.arrays.items():
+        assert torch.equal(array[:, :, :groups], wanted.parts.index.arrays[name][:, :, :groups]), (
+            name
+        )
     query = random_qkv(torch.Generator().manual_seed(4), 1, 1)
     assert torch.equal(driver.feed(*query)[0], fresh.feed(*query)[0])
 
@@ -234,7 +239,7 @@ def test_masks_cover_the_logical_length(kind: str) -> None:
     forward(model, prompt(1), cache)
     assert cache.get_seq_length() == 151
     layer = cache.offloaded[0]
-    assert layer.geometry.slots * 16 + layer.tail.places < 151
+    assert layer.parts.geometry.slots * 16 + layer.parts.tail.places < 151
     for rows in (1, 7):
         assert cache.get_mask_sizes(rows, cache.layers.index(layer)) == (151 + rows, 0)
     assert layer.get_max_length() == -1 and not layer.is_sliding
@@ -298,13 +303,17 @@ def test_padding_in_a_summary(index: str) -> None:
     batch, alone = OasisCache(model, **options), OasisCache(model, **options)
     forward(model, ids, batch, mask)
     forward(model, ids[1:, 37:], alone)
-    assert batch.layers[0].lengths.tolist() == [150, 113]
-    for name, array in alone.layers[0].index.arrays.items():
-        groups = alone.layers[0].committed.item() // alone.layers[0].geometry.group
+    assert batch.layers[0].parts.frontier.lengths.tolist() == [150, 113]
+    for name, array in alone.layers[0].parts.index.arrays.items():
+        groups = (
+            alone.layers[0].parts.frontier.committed.item() // alone.layers[0].parts.geometry.group
+        )
         assert groups > 0
         # The same keys up to rounding: two-bit codes may fall on either side.
         if array.is_floating_point():
-            assert_close(batch.layers[0].index.arrays[name][1:, :, :groups], array[:, :, :groups])
+            assert_close(
+                batch.layers[0].parts.index.arrays[name][1:, :, :groups], array[:, :, :groups]
+            )
     for step in range(3):
         token = prompt(1, 2, seed=step)
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
@@ -473,9 +482,18 @@ def test_cache_kept_alive_after_generate(kind: str) -> None:
     assert [len(held) for held in hooks] == [count + 1 for count in before]
     gc.collect()
     layer = cache.offloaded[0]
-    parts = [cache, layer, layer.store, layer.pool, layer.tail, layer.index, layer.engine]
+    parts = [
+        cache,
+        layer,
+        layer.parts.store,
+        layer.parts.pool,
+        layer.parts.tail,
+        layer.parts.index,
+        layer.step,
+        layer.parts,
+    ]
     alive = [weakref.ref(part) for part in parts]
-    alive += [weakref.ref(slab) for slab in layer.store.slabs]
+    alive += [weakref.ref(slab) for slab in layer.parts.store.slabs]
     del parts, layer
     gc.disable()
     try:
@@ -492,13 +510,13 @@ def test_growth_copies_the_history() -> None:
     model = tiny_model("llama")
     cache = OasisCache(model, **FULL)
     forward(model, prompt(60), cache)
-    store = cache.offloaded[0].store
+    store = cache.offloaded[0].parts.store
     first = [slab.data_ptr() for slab in store.slabs]
     for number in range(3):
         forward(model, prompt(60, seed=number), cache)
     grown = [slab.data_ptr() for slab in store.slabs]
     assert len(grown) > len(first) and grown[: len(first)] == first
-    assert store.nbytes < 2 * 240 * cache.offloaded[0].geometry.token_bytes
+    assert store.nbytes < 2 * 240 * cache.offloaded[0].parts.geometry.token_bytes
 
 
 def test_host_memory_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

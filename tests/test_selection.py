@@ -27,8 +27,9 @@ from oasis_hf import Index, OasisCache
 from oasis_hf.config import OasisConfig
 from oasis_hf.geometry import ceil_div
 from oasis_hf.index import INDEXES, keys2bit
-from oasis_hf.residency import Residency, StepPlan
-from oasis_kernels.reference import bound_logits
+from oasis_hf.ops import Choice
+from oasis_kernels.reference import StepPlan, bound_logits
+from oasis_kernels.reference import step as torch_step
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -52,20 +53,20 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 class Spy:
-    """Records what `Residency.step` is asked for and decides."""
+    """Records what a choice of the torch backend is asked for and decides."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[Tensor, int, float, int]] = []
         self.plans: list[StepPlan] = []
-        step = Residency.step
+        choose = torch_step.choose
 
-        def watched(residency: Residency, *args: Any) -> StepPlan:
-            plan = step(residency, *args)
-            self.asked.append(args)
+        def watched(tables: Any, score: Tensor, choice: Choice) -> StepPlan:
+            plan = choose(tables, score, choice)
+            self.asked.append((score, choice.count, choice.now_above, choice.later))
             self.plans.append(plan)
             return plan
 
-        monkeypatch.setattr(Residency, "step", watched)
+        monkeypatch.setattr(torch_step, "choose", watched)
 
 
 @pytest.fixture
@@ -75,16 +76,17 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 def attend_to(driver: Driver, plan: StepPlan, query: Tensor) -> Tensor:
     """Plain attention over the blocks that a plan leaves to attend to and the tail."""
-    layer, group = driver.layer, query.shape[1] // driver.layer.geometry.kv_heads
-    k, v, _ = layer.history(layer.lengths.tolist())
+    layer, group = driver.layer, query.shape[1] // driver.layer.parts.geometry.kv_heads
+    k, v, _ = layer.history(layer.parts.frontier.lengths.tolist())
     result = []
     for b in range(query.shape[0]):
-        done, length = int(layer.committed[b]), int(layer.lengths[b])
-        for h in range(layer.geometry.kv_heads):
+        done, length = int(layer.parts.frontier.committed[b]), int(layer.parts.frontier.lengths[b])
+        for h in range(layer.parts.geometry.kv_heads):
             there = (plan.hits[b, h] >= 0) | (plan.now[b, h] >= 0)
             blocks = plan.ids[b, h, there].sort().values
             kept = (
-                blocks[:, None] * layer.geometry.block + torch.arange(layer.geometry.block)
+                blocks[:, None] * layer.parts.geometry.block
+                + torch.arange(layer.parts.geometry.block)
             ).flatten()
             place = torch.cat([kept, torch.arange(done, length)])
             q = query[b, h * group : (h + 1) * group]
@@ -124,10 +126,10 @@ def test_finer_blocks_take_no_more_memory() -> None:
     ids = prompt(300)
     forward(model, ids[:, :-1], cache)
     fine, coarse = cache.fork(budget=128), cache.fork(budget=128, block_size=16)
-    assert [x.offloaded[0].geometry.block for x in (cache, fine, coarse)] == [16, 4, 16]
+    assert [x.offloaded[0].parts.geometry.block for x in (cache, fine, coarse)] == [16, 4, 16]
     assert fine.stats().resident_tokens == coarse.stats().resident_tokens == 256
     index = [
-        {name: array.nbytes for name, array in x.offloaded[0].index.arrays.items()}
+        {name: array.nbytes for name, array in x.offloaded[0].parts.index.arrays.items()}
         for x in (fine, coarse)
     ]
     assert index[0] == index[1]
@@ -138,7 +140,7 @@ def test_a_fork_with_finer_blocks_holds_the_same_tokens() -> None:
     cache = OasisCache(model, budget=1024, recent_tokens=8)
     forward(model, ids[:, :-1], cache)
     fine = cache.fork(budget=256)
-    assert fine.offloaded[0].geometry.block == 4
+    assert fine.offloaded[0].parts.geometry.block == 4
     want = generate(model, ids, dense_cache(model), 12)
     assert torch.equal(generate(model, ids, fine, 12), want)
 
@@ -196,7 +198,7 @@ def test_odd_shapes(shape: tuple[int, ...], index: str, spy: Spy) -> None:
 
 def score_of(driver: Driver, query: Tensor, spy: Spy) -> Tensor:
     """The score `[B, H, N]` that the layer gives its blocks for one more token with this query."""
-    batch, heads = query.shape[0], driver.layer.geometry.kv_heads
+    batch, heads = query.shape[0], driver.layer.parts.geometry.kv_heads
     new = torch.zeros(batch, heads, 1, query.shape[-1])
     driver.feed(query, new, new)
     return spy.asked[-1][0]
@@ -232,7 +234,7 @@ def test_only_committed_blocks_are_wanted(index: str, spy: Spy) -> None:
     driver.feed_random(generator, 3, 200, mask)
     for _ in range(3):
         driver.feed_random(generator, 3, 1)
-        plan, committed = spy.plans[-1], driver.layer.committed // 16
+        plan, committed = spy.plans[-1], driver.layer.parts.frontier.committed // 16
         assert committed.tolist()[2] == 0
         for row, count in enumerate(committed.tolist()):
             for h in range(2):
@@ -253,10 +255,10 @@ def test_oracle_scores_are_the_true_shares(spy: Spy) -> None:
 def shares(driver: Driver, query: Tensor) -> Tensor:
     """The true share of attention `[B, H, blocks]` of each committed block, mean over a group."""
     layer = driver.layer
-    k, _, _ = layer.history(layer.lengths.tolist())
-    heads, size = layer.geometry.kv_heads, layer.geometry.block
+    k, _, _ = layer.history(layer.parts.frontier.lengths.tolist())
+    heads, size = layer.parts.geometry.kv_heads, layer.parts.geometry.block
     logits = query.unflatten(1, (heads, -1)) @ k[:, :, None].mT * query.shape[-1] ** -0.5
-    blocks = int(layer.committed[0]) // size
+    blocks = int(layer.parts.frontier.committed[0]) // size
     share = logits.softmax(-1)[..., 0, : blocks * size].mean(2)
     return share.unflatten(-1, (blocks, size)).sum(-1)
 
@@ -294,8 +296,8 @@ def test_keys2bit_estimates_shares(spy: Spy) -> None:
 def test_minmax_bounds_every_logit() -> None:
     driver, generator = Driver(**SPARSE, index="minmax"), rng()
     _, k, _ = driver.feed_random(generator, 2, 400)[0]
-    index, query = driver.layer.index, random_qkv(generator, 2, 3)[0][:, :2]
-    blocks = int(driver.layer.committed[0]) // 16
+    index, query = driver.layer.parts.index, random_qkv(generator, 2, 3)[0][:, :2]
+    blocks = int(driver.layer.parts.frontier.committed[0]) // 16
     bound = index.block_logits(query, torch.ones(2, 1, index.capacity, dtype=torch.bool))
     logits = (query @ k[:, :, : blocks * 16].mT).unflatten(-1, (blocks, 16)).amax(-1)
     assert bool((bound[..., :blocks] >= logits - 1e-4).all())
@@ -312,7 +314,7 @@ def test_keys2bit_refines_the_candidates_with_the_largest_bounds(
         driver.feed_random(generator, 1, 800)
         q = random_qkv(generator, 1, 1)[0]
         scores[tokens] = score_of(driver, q, spy)
-    blocks = int(driver.layer.committed[0]) // 16
+    blocks = int(driver.layer.parts.frontier.committed[0]) // 16
     everything, few = (scores[n][..., :blocks] for n in (10**6, 64))
     assert bool((everything > 0).all())
     groups = (few > 0).unflatten(-1, (-1, 2))
@@ -321,7 +323,7 @@ def test_keys2bit_refines_the_candidates_with_the_largest_bounds(
     # Among fewer the share of each is larger.
     assert bool((few[few > 0] >= everything[few > 0]).all())
     low, step = (
-        driver.layer.index.arrays[name][:, :, : blocks // 2] for name in ("lowest", "step")
+        driver.layer.parts.index.arrays[name][:, :, : blocks // 2] for name in ("lowest", "step")
     )
     query = q.unflatten(1, (2, 2))[..., 0, :] / 4
     bound = bound_logits(query, low, low + 3 * step).softmax(-1).mean(2)
@@ -334,7 +336,7 @@ def test_streaming_wants_the_newest(spy: Spy) -> None:
     driver = Driver(**SPARSE, index="streaming")
     driver.feed_random(rng(), 1, 400)
     driver.feed_random(rng(), 1, 1)
-    blocks = int(driver.layer.committed[0]) // 16
+    blocks = int(driver.layer.parts.frontier.committed[0]) // 16
     sinks = [0, 1]
     want = sorted(sinks + list(range(blocks - 4, blocks)))
     assert sorted(spy.plans[-1].ids[0, 0].tolist()) == want
@@ -360,7 +362,7 @@ def test_equal_scores_prefer_the_later_block(spy: Spy) -> None:
     driver, generator = Driver(**(SPARSE | {"sink_tokens": 0})), rng()
     driver.feed_random(generator, 1, 400)
     score_of(driver, torch.zeros(1, 4, 1, 16), spy)
-    blocks = int(driver.layer.committed[0]) // 16
+    blocks = int(driver.layer.parts.frontier.committed[0]) // 16
     assert spy.plans[-1].ids[0, 0].tolist() == list(range(blocks - 1, blocks - 7, -1))
 
 
@@ -471,9 +473,9 @@ def test_blocks_that_leave_the_tail_are_resident_without_a_fetch() -> None:
     driver.feed_random(generator, 1, 30)
     for _ in range(130):
         driver.feed_random(generator, 1, 1)
-    counts = driver.layer.counters.read()
+    counts = driver.layer.parts.counters.read()
     assert counts["filled"] + counts["now"] + counts["later"] == 0
-    resident = driver.layer.residency.block_of_slot[0, 0, :-1]
+    resident = driver.layer.parts.residency.block_of_slot[0, 0, :-1]
     assert sorted(resident[resident >= 0].tolist()) == list(range(8))
 
 
@@ -522,8 +524,8 @@ def test_an_index_of_ones_own_is_saved_by_name(tmp_path: Any) -> None:
     driver.feed_random(rng(), 1, 200)
     driver.cache.save(tmp_path / "cache")
     loaded = OasisCache.load(tmp_path / "cache", driver.cache.model_config, index=SumIndex)
-    stored = loaded.layers[0].index.arrays["sum"]
+    stored = loaded.layers[0].parts.index.arrays["sum"]
     assert torch.equal(
-        stored[:, :, :-1], driver.layer.index.arrays["sum"][:, :, : stored.shape[2] - 1]
+        stored[:, :, :-1], driver.layer.parts.index.arrays["sum"][:, :, : stored.shape[2] - 1]
     )
     assert math.isfinite(float(stored.sum()))

@@ -17,9 +17,12 @@ from torch import Tensor
 from oasis_hf.config import OasisConfig
 from oasis_hf.forward import Forward, Kind
 from oasis_hf.index import keys2bit
+from oasis_hf.inputs import AttentionInputs
 from oasis_hf.layer import OasisLayer
 from oasis_hf.ledger import PaddingLedger
+from oasis_hf.ops import AttentionSpec, Queries, kernels
 
+OPS = kernels("reference")
 SEED = int(os.environ.get("OASIS_SEED", "1"))
 """Any number will do: `OASIS_SEED=7 make gpu-test`."""
 
@@ -72,15 +75,17 @@ def build(
 
 def assert_same(torch_layer: OasisLayer, triton_layer: OasisLayer) -> None:
     """Every table, summary and stored token of two layers, bit for bit, spills apart."""
-    assert torch.equal(torch_layer.lengths, triton_layer.lengths)
-    assert torch.equal(torch_layer.committed, triton_layer.committed)
-    for one, other in zip(torch_layer.residency.tables, triton_layer.residency.tables, strict=True):
+    assert torch.equal(torch_layer.parts.frontier.lengths, triton_layer.parts.frontier.lengths)
+    assert torch.equal(torch_layer.parts.frontier.committed, triton_layer.parts.frontier.committed)
+    for one, other in zip(
+        torch_layer.parts.residency.tables, triton_layer.parts.residency.tables, strict=True
+    ):
         assert torch.equal(one[..., :-1], other[..., :-1])
-    groups = int(torch_layer.committed.min()) // torch_layer.geometry.group
-    for name, array in torch_layer.index.arrays.items():
-        other = triton_layer.index.arrays[name]
+    groups = int(torch_layer.parts.frontier.committed.min()) // torch_layer.parts.geometry.group
+    for name, array in torch_layer.parts.index.arrays.items():
+        other = triton_layer.parts.index.arrays[name]
         assert torch.equal(array[:, :, :groups], other[:, :, :groups]), name
-    lengths = torch_layer.lengths.tolist()
+    lengths = torch_layer.parts.frontier.lengths.tolist()
     for ours, theirs in zip(
         torch_layer.history(lengths)[:2], triton_layer.history(lengths)[:2], strict=True
     ):
@@ -92,9 +97,10 @@ def copy_state(to: OasisLayer, source: OasisLayer) -> None:
     target, given = tensors_of(to), tensors_of(source)
     for path in target.keys() & given.keys() - {"_rows"}:
         target[path].copy_(given[path])
-    for name in ("columns", "fresh", "cold", "in_turn"):
-        setattr(to, name, getattr(source, name))
-    to.unsettle()
+    to.parts.cold = source.parts.cold
+    for name in ("columns", "fresh", "in_turn"):
+        setattr(to.parts.frontier, name, getattr(source.parts.frontier, name))
+    to.parts.frontier.unsettle()
 
 
 class Step:
@@ -114,9 +120,9 @@ class Step:
         copy_state(self.torch, self.triton)
         positions = []
         for layer in (self.torch, self.triton):
-            layer.reserve(key.shape[2])
-            layer.unsettle()
-            positions.append(layer.engine.append(key, value, valid))
+            layer.parts.reserve(key.shape[2])
+            layer.parts.frontier.unsettle()
+            positions.append(layer.step.append(key, value, valid))
         assert torch.equal(*positions)
         # What left the tail is stored, indexed and resident in both.
         assert_same(self.torch, self.triton)
@@ -124,25 +130,27 @@ class Step:
 
     def _attend(self, query: Tensor, positions: Tensor) -> None:
         layer, scaling = self.triton, query.shape[-1] ** -0.5
-        before = layer.residency.slot_of_block[..., :-1] >= 0
-        counted = layer.counters.read()
-        cold, cap = layer.cold, layer.cap.blocks
+        before = layer.parts.residency.slot_of_block[..., :-1] >= 0
+        counted = layer.parts.counters.read()
+        cold, cap = layer.parts.cold, layer.parts.cap.blocks
         scans: list[Any] = []
-        scan = layer.engine._scores
-        layer.engine._scores = lambda *given: scans.append(scan(*given)) or scans[-1]
-        got = layer.engine.attend(query, positions, scaling)
-        del layer.engine._scores
-        layer.cold = False
-        layer.engine.join()
-        mask = layer.tail.mask(layer.lengths, layer.committed, positions)
-        score = self.score(query.float() * scaling, mask, scans[0].chosen)
+        scan = layer.step.scores
+        layer.step.scores = lambda *given: scans.append(scan(*given)) or scans[-1]
+        got = layer.step.attend(query, positions, AttentionSpec(scaling))
+        del layer.step.scores
+        layer.parts.cold = False
+        layer.parts.join()
+        mask = layer.parts.tail.mask(
+            layer.parts.frontier.lengths, layer.parts.frontier.committed, positions
+        )
+        queries = Queries(query, positions, AttentionSpec(scaling))
+        score, fill = self.scores(queries, scans[0].chosen)
         self.check_scan(scans[0], query.float() * scaling, mask)
-        fill = self.torch.engine._fill_score(score)
-        counts = {n: x - counted[n] for n, x in layer.counters.read().items()}
+        counts = {n: x - counted[n] for n, x in layer.parts.counters.read().items()}
         self.check_tables()
         if cold:
-            resident = layer.residency.slot_of_block[..., :-1] >= 0
-            self.check_best(fill, resident, layer.geometry.slots)
+            resident = layer.parts.residency.slot_of_block[..., :-1] >= 0
+            self.check_best(fill, resident, layer.parts.geometry.slots)
             before = resident
         # By what the plan says of itself.
         now, later = (self.listed(which) for which in (0, 1))
@@ -156,14 +164,17 @@ class Step:
         assert counts["hits"] == hits.sum() and counts["now"] == now.sum()
         assert counts["later"] == later.sum() and counts["steps"] == 1
         live = (score > float("-inf")).sum(-1)
-        assert counts["wanted"] == live.clamp(max=layer.geometry.budget_blocks).sum()
+        assert counts["wanted"] == live.clamp(max=layer.parts.geometry.budget_blocks).sum()
         self.check_output(got, query, mask, scaling)
 
-    def score(self, query: Tensor, mask: Tensor, candidates: Tensor | None) -> Tensor:
-        """The torch engine's score of every block; the candidates are checked, and then given."""
-        engine, index = self.torch.engine, self.torch.index
+    def scores(self, queries: Queries, candidates: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The torch engine's score of every block, for a step and for a fill.
+
+        The candidates are checked, and then given.
+        """
+        index = self.torch.parts.index
         if not isinstance(index, keys2bit.Keys2BitIndex) or candidates is None:
-            return engine._score(query, mask)
+            return self.final(queries)
         own = index._candidates
 
         def given(rows: Tensor, low: Tensor, step: Tensor, live: Tensor, count: int) -> Tensor:
@@ -178,20 +189,27 @@ class Step:
 
         index._candidates = given
         try:
-            return engine._score(query, mask)
+            return self.final(queries)
         finally:
             index._candidates = own
+
+    def final(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        """What the torch engine's plans rank, for a step and for a fill."""
+        parts = self.torch.parts
+        scores = self.torch.step.scores(queries)
+        step, fill = (OPS.final_score(parts, scores, fill) for fill in (False, True))
+        return step, fill
 
     def check_scan(self, scan: Any, query: Tensor, mask: Tensor) -> None:
         """Logits of the blocks, and the sum that normalises those of each row, the tail's included.
 
         Up to a part of the largest logit: products are of 16-bit numbers, or of 32-bit ones.
         """
-        index, engine = self.torch.index, self.torch.engine
-        if scan.reduce_max or not self.triton.engine.native:
+        index, tail = self.torch.parts.index, self.torch.parts.tail
+        if scan.ready:
             return
         number = torch.arange(index.capacity, device=DEVICE)
-        blocks = self.torch.committed // self.torch.geometry.block
+        blocks = self.torch.parts.frontier.committed // self.torch.parts.geometry.block
         live = (number[None] < blocks[:, None])[:, None]
         rows = query.flatten(2, 3)
         if scan.chosen is None:
@@ -211,7 +229,7 @@ class Step:
         close = {"atol": (1e-5 if exact else self.resolution / 8) * scale, "rtol": 0}
         torch.testing.assert_close(got[seen], want[seen], **close)
         if index.estimates_mass:
-            rest = engine.s.ops.tail_logsumexp(query, engine.s.tail.k, mask)
+            rest = OPS.tail_logsumexp(query, tail.k, mask)
             everything = torch.where(seen, want, float("-inf")).logsumexp(-1).logaddexp(rest)
             peak, total = scan.partial.unbind(-1)
             sums = (peak + total.log()).logsumexp(1).view_as(rest)
@@ -220,27 +238,29 @@ class Step:
 
     def listed(self, which: int) -> Tensor:
         """`[B, H, N]`: blocks in a list of fetches; their slots are those of the tables."""
-        layer, plan = self.triton, self.triton.engine.plan
+        layer, plan = self.triton, self.triton.step.plan
         entries = plan.lists[which][: int(plan.counts[which])].long()
         pairs, blocks, slots = entries.T
-        homes = layer.residency.slot_of_block.flatten(0, 1)
+        homes = layer.parts.residency.slot_of_block.flatten(0, 1)
         assert torch.equal(homes[pairs, blocks].long(), slots)
         found = torch.zeros_like(homes[:, :-1], dtype=torch.bool)
         found[pairs, blocks] = True
         assert int(found.sum()) == len(entries), "a block is listed twice"
-        return found.view_as(layer.residency.slot_of_block[..., :-1])
+        return found.view_as(layer.parts.residency.slot_of_block[..., :-1])
 
     def attended(self) -> Tensor:
         """`[B, H, N]`: blocks attended to, which stand in order of their numbers."""
         layer = self.triton
-        slots = layer.engine.plan.attended.long().view(*layer.residency.slot_of_block.shape[:2], -1)
+        slots = layer.step.plan.attended.long().view(
+            *layer.parts.residency.slot_of_block.shape[:2], -1
+        )
         used = slots >= 0
         assert (used.int().diff(dim=-1) <= 0).all(), "the void places are the last"
-        blocks = layer.residency.block_of_slot.long().gather(-1, slots.clamp(min=0))
+        blocks = layer.parts.residency.block_of_slot.long().gather(-1, slots.clamp(min=0))
         assert (blocks[used] >= 0).all()
         steps = blocks.diff(dim=-1)
         assert (steps[used[..., 1:]] > 0).all(), "the blocks are in order"
-        found = torch.zeros_like(layer.residency.slot_of_block, dtype=torch.bool)
+        found = torch.zeros_like(layer.parts.residency.slot_of_block, dtype=torch.bool)
         found.scatter_(-1, torch.where(used, blocks, found.shape[-1] - 1), True)
         return found[..., :-1]
 
@@ -263,7 +283,7 @@ class Step:
         self, score: Tensor, before: Tensor, hits: Tensor, now: Tensor, later: Tensor, cap: int
     ) -> None:
         """Hits, fetches and refusals are those of some choice that the index allows."""
-        config, count = self.triton.config, self.triton.geometry.budget_blocks
+        config, count = self.triton.config, self.triton.parts.geometry.budget_blocks
         live = score > float("-inf")
         best = score.sort(-1, descending=True).values
         number = live.sum(-1)
@@ -286,24 +306,24 @@ class Step:
     def check_tables(self) -> None:
         """The tables agree with each other, and each resident block with the store."""
         layer = self.triton
-        slot_of = layer.residency.slot_of_block[..., :-1].long()
-        block_of = layer.residency.block_of_slot[..., :-1].long()
+        slot_of = layer.parts.residency.slot_of_block[..., :-1].long()
+        block_of = layer.parts.residency.block_of_slot[..., :-1].long()
         held = block_of >= 0
         assert int((slot_of >= 0).sum()) == int(held.sum())
         slots = torch.arange(block_of.shape[2], device=DEVICE).expand_as(block_of)
         assert torch.equal(slot_of.gather(2, block_of.clamp(min=0))[held], slots[held])
-        layer.store.settle()
-        k, v = layer.store.gather(torch.where(held, block_of, -1))
-        for pool, stored in ((layer.pool.k, k), (layer.pool.v, v)):
+        layer.parts.store.settle()
+        k, v = layer.parts.store.gather(torch.where(held, block_of, -1))
+        for pool, stored in ((layer.parts.pool.k, k), (layer.parts.pool.v, v)):
             assert torch.equal(pool[:, :, :-1][held], stored.to(DEVICE)[held])
 
     def check_output(self, got: Tensor, query: Tensor, mask: Tensor, scaling: float) -> None:
         """The output is attention over what the plan says, in float32."""
         layer = self.triton
-        slots = layer.engine.plan.attended.long().view(*query.shape[:2], -1)
-        parts = (layer.pool.k, layer.pool.v, layer.tail.k, layer.tail.v)
+        slots = layer.step.plan.attended.long().view(*query.shape[:2], -1)
+        parts = (layer.parts.pool.k, layer.parts.pool.v, layer.parts.tail.k, layer.parts.tail.v)
         pool_k, pool_v, tail_k, tail_v = (part.float() for part in parts)
-        want = layer.ops.sparse_attention(
+        want = OPS.sparse_attention(
             query.float(), pool_k, pool_v, slots, tail_k, tail_v, mask, scaling
         )
         # Weights and values are rounded to the type, and the sum once more.
@@ -333,8 +353,8 @@ def test_a_step_is_what_the_torch_engine_means(
     k, v = draw(2, 1, max(lengths), dim), draw(2, 1, max(lengths), v_dim)
     layers = [build(backend, k, v, lengths, **options) for backend in ("reference", "triton")]
     for layer in layers:
-        layer.pool.k.fill_(float("nan"))
-        layer.pool.v.fill_(float("nan"))
+        layer.parts.pool.k.fill_(float("nan"))
+        layer.parts.pool.v.fill_(float("nan"))
     step = Step(layers, RESOLUTION[dtype])
     for number in range(4):
         query, key = draw(2, 1, group, rows, dim) * 3, draw(2, 1, rows, dim)
@@ -343,7 +363,7 @@ def test_a_step_is_what_the_torch_engine_means(
         valid[1, 0] = number != 1
         step.run(query, key, value, valid)
     if options.get("fetch_cap") == 0:
-        counts = layers[1].counters.read()
+        counts = layers[1].parts.counters.read()
         assert counts["later"] == 0 and counts["hits"] + counts["now"] < counts["wanted"]
 
 
@@ -357,6 +377,7 @@ def test_prompt_pieces_go_through_the_same_store() -> None:
     outputs = []
     for layer in layers:
         layer.forward = Forward(Kind.PROMPT, layer.columns, key.shape[2])
-        outputs.append(layer.attend(query, key, value, None, 0.25, new=True))
+        inputs = AttentionInputs(query, key, value, None, AttentionSpec(0.25))
+        outputs.append(layer.attend(inputs))
     torch.testing.assert_close(*outputs)
     assert_same(*layers)

@@ -38,12 +38,12 @@ def test_the_tail_forgets_rejected_drafts(index: str, backend: str) -> None:
             alone = plain.feed(q[:, :, part], k[:, :, part], v[:, :, part])[0]
             torch.testing.assert_close(out[:, :, part], alone, atol=1e-5, rtol=1e-5)
         ours, theirs = drafted.layer, plain.layer
-        assert torch.equal(ours.lengths, theirs.lengths)
-        assert torch.equal(ours.committed, theirs.committed), step
-        blocks = int(ours.committed[0]) // ours.geometry.block
-        assert not (ours.residency.block_of_slot[..., :-1] >= blocks).any()
-        assert not (ours.residency.slot_of_block[..., blocks:-1] >= 0).any()
-    assert int(drafted.layer.committed[0]) > 192, "no group left the tail"
+        assert torch.equal(ours.parts.frontier.lengths, theirs.parts.frontier.lengths)
+        assert torch.equal(ours.parts.frontier.committed, theirs.parts.frontier.committed), step
+        blocks = int(ours.parts.frontier.committed[0]) // ours.parts.geometry.block
+        assert not (ours.parts.residency.block_of_slot[..., :-1] >= blocks).any()
+        assert not (ours.parts.residency.slot_of_block[..., blocks:-1] >= 0).any()
+    assert int(drafted.layer.parts.frontier.committed[0]) > 192, "no group left the tail"
 
 
 def test_drafts_may_not_leave_the_tail_unverified() -> None:

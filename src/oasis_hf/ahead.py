@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .storage import LayerStorage
+from .history import history_buffers, recall, stored_blocks
+from .parts import LayerParts
 from .streams import Beside
 
 
@@ -13,7 +14,7 @@ from .streams import Beside
 class _Ready:
     """What has been asked for: whose tokens, their blocks in the store, and when they are there."""
 
-    layer: LayerStorage
+    parts: LayerParts
     wanted: tuple[int, int]
     packed: Tensor
     beside: Beside
@@ -33,36 +34,36 @@ class ReadAhead:
         """Forget what was asked for: the cache may have changed."""
         self._ready = None
 
-    def take(self, layer: LayerStorage, row: int, length: int, room: int) -> tuple[Tensor, Tensor]:
+    def take(self, parts: LayerParts, row: int, length: int, room: int) -> tuple[Tensor, Tensor]:
         """The first tokens of a sequence, asked for earlier or read now.
 
         Args:
-            layer: where they are stored.
+            parts: of the layer where they are stored.
             row: the sequence.
             length: tokens wanted.
-            room: tokens of unspecified content behind them, for the caller to fill.
+            room: tokens of unspecified content after them, for the caller to fill.
 
         Returns:
             k `[1, H, length + room, Dk]` and v likewise.
         """
         ready, self._ready = self._ready, None
         packed: Tensor | None = None
-        if ready is not None and ready.layer is layer and ready.wanted == (row, length):
+        if ready is not None and ready.parts is parts and ready.wanted == (row, length):
             packed = ready.packed
             ready.beside.join()
         else:
-            layer.engine.join()
-        k, v = layer.history_buffers(1, length + room)
-        layer.recall(row, length, k, v, packed)
+            parts.join()
+        k, v = history_buffers(parts, 1, length + room)
+        recall(parts, row, length, k, v, packed)
         end = length + room
         return k[:, :, :end], v[:, :, :end]
 
-    def start(self, layer: LayerStorage, row: int, length: int) -> None:
+    def start(self, parts: LayerParts, row: int, length: int) -> None:
         """Ask for the first tokens of a sequence, as `take` will, on the side stream."""
-        if layer.device.type != "cuda" or layer.store.table is None or not length:
+        if parts.device.type != "cuda" or parts.store.table is None or not length:
             return
-        packed = layer.store.buffer(layer.stored_blocks(row, length))
-        beside = Beside(layer.device)
-        with torch.cuda.device(layer.device), beside.run(packed):
-            layer.store.read_into(row, packed)
-        self._ready = _Ready(layer, (row, length), packed, beside)
+        packed = parts.store.buffer(stored_blocks(parts, row, length))
+        beside = Beside(parts.device)
+        with torch.cuda.device(parts.device), beside.run(packed):
+            parts.store.read_into(row, packed)
+        self._ready = _Ready(parts, (row, length), packed, beside)

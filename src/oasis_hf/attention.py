@@ -13,8 +13,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from . import compat
 from .ambient import autocast_devices, in_dtype, steady, uncompiled, without_gradient
 from .handle import BYPASS, WITHHELD, OasisLength, OasisUnsupportedError, layer_of, take_pending
+from .inputs import AttentionInputs
 from .layer import OasisLayer
 from .native import DenseLayer
+from .ops import AttentionSpec
 
 Offloaded = OasisLayer | DenseLayer
 
@@ -221,7 +223,7 @@ def _attend(
     # Autocast may give K, V and the query dtypes of their own: those of the cache stay.
     dtype = layer.dtype if layer.is_initialized else key.dtype
     q, k, v = in_dtype(dtype, query, key, value)
-    return layer.attend(q, k, v, valid, scale, new)
+    return layer.attend(AttentionInputs(q, k, v, valid, AttentionSpec(scale), new))
 
 
 def check_width(mask: Tensor, past: int, rows: int) -> None:

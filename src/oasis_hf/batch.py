@@ -9,21 +9,30 @@ it keeps the large ones. What other caches hold too stays as it is, and is copie
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .parts import LayerParts
 from .tiers import HostMemoryError, host
 from .tiers.limits import require
 
 if TYPE_CHECKING:
     from .cache import OasisCache
-    from .storage import LayerStorage
 
 Replacement = dict[int, Tensor]
 """New tensors by the `id` of those that they replace."""
+
+
+class Rowwise(Protocol):
+    """A layer that holds a batch."""
+
+    @property
+    def parts(self) -> LayerParts: ...
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor that has a row per sequence by what `fn` makes of it."""
 
 
 def repeated(batch: int, repeats: int) -> Tensor:
@@ -65,7 +74,7 @@ def chosen(batch: int, indices: Any, name: str) -> Tensor:
     return given.long() % batch
 
 
-def take(layers: list[LayerStorage], rows: Tensor, others: Callable[[], None]) -> None:
+def take(layers: Sequence[Rowwise], rows: Tensor, others: Callable[[], None]) -> None:
     """Give all layers the rows `[B']` of their batch, or leave all as they are.
 
     Args:
@@ -79,11 +88,11 @@ def take(layers: list[LayerStorage], rows: Tensor, others: Callable[[], None]) -
     if not layers:
         others()
         return
-    before, after = layers[0].batch_size, len(rows)
+    before, after = layers[0].parts.batch_size, len(rows)
     if torch.equal(rows, torch.arange(before)):
         others()
         return
-    if after > before or any(layer.store.shared for layer in layers):
+    if after > before or any(layer.parts.store.shared for layer in layers):
         _require(layers, before, after)
         found = [_made(layer, rows) for layer in layers]
         others()
@@ -103,15 +112,15 @@ def take(layers: list[LayerStorage], rows: Tensor, others: Callable[[], None]) -
             _put(layer, smaller)
 
 
-def _require(layers: list[LayerStorage], before: int, after: int) -> None:
+def _require(layers: Sequence[Rowwise], before: int, after: int) -> None:
     """Check the host memory for the new slabs of all layers, and all else that is on the host."""
     needed = 0
     for layer in layers:
-        slabs = {id(slab) for slab in layer.store.slabs}
-        for held in layer.rowwise():
+        slabs = {id(slab) for slab in layer.parts.store.slabs}
+        for held in layer.parts.rowwise():
             if held.device.type == "cpu":
                 size = held.nbytes // max(1, before) * after
-                needed += layer.store.taken(size) if id(held) in slabs else size
+                needed += layer.parts.store.taken(size) if id(held) in slabs else size
     require(
         needed,
         host.available_bytes(),
@@ -121,33 +130,33 @@ def _require(layers: list[LayerStorage], before: int, after: int) -> None:
     )
 
 
-def _made(layer: LayerStorage, rows: Tensor) -> Replacement:
+def _made(layer: Rowwise, rows: Tensor) -> Replacement:
     """New tensors of a layer for these rows; the layer itself does not change."""
-    slabs, made = {id(slab) for slab in layer.store.slabs}, {}
+    slabs, made = {id(slab) for slab in layer.parts.store.slabs}, {}
     # What the device still writes to the host, or to the pool on the side stream.
-    layer.engine.join()
-    layer.store.settle()
-    for held in layer.rowwise():
+    layer.parts.join()
+    layer.parts.store.settle()
+    for held in layer.parts.rowwise():
         where = rows.to(held.device)
         if id(held) in slabs:
-            fresh = layer.store.like(held, len(rows))
+            fresh = layer.parts.store.like(held, len(rows))
             made[id(held)] = torch.index_select(held, 0, where, out=fresh)
         else:
             made[id(held)] = held.index_select(0, where)
     return made
 
 
-def _put(layer: LayerStorage, made: Replacement) -> None:
+def _put(layer: Rowwise, made: Replacement) -> None:
     layer.map_batch(lambda held: made[id(held)])
 
 
 class _Scratch:
     """Room for the rows of any one tensor, taken before anything moves; one for each device."""
 
-    def __init__(self, layers: list[LayerStorage], rows: int) -> None:
+    def __init__(self, layers: Sequence[Rowwise], rows: int) -> None:
         sizes: dict[torch.device, int] = {}
         for layer in layers:
-            for held in layer.rowwise():
+            for held in layer.parts.rowwise():
                 size = held[:1].nbytes * rows
                 sizes[held.device] = max(sizes.get(held.device, 0), size)
         try:

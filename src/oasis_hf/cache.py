@@ -300,12 +300,12 @@ class OasisCache(compat.Cache):
         if self._drafting is Drafting.ANNOUNCED and not (self.hook and self.hook.feeds_pieces):
             self._drafting = Drafting.ON
         for layer in self.offloaded[:1]:
-            layer.ahead.clear()
+            layer.prompts.ahead.clear()
         holding = [layer for layer in self.offloaded if layer.is_initialized]
         # Layers grow together, and rarely.
-        if holding and not holding[0].fits(forward.rows):
+        if holding and not holding[0].parts.fits(forward.rows):
             for layer in holding:
-                layer.grow(forward.rows)
+                layer.parts.grow(forward.rows)
 
     def expect(self, prompt: bool = False, agreed: bool = False) -> None:
         """Say what is known of the next forward, until it ends; by default nothing.

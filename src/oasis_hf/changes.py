@@ -45,9 +45,8 @@ class Change:
             vars(cache.layers[number]).update(attributes)
         for number, parts in self.taken.items():
             layer = cache.layers[number]
-            layer.cut(self.kept)
-            layer.give(parts)
-            layer.columns = self.record.columns
+            layer.cut(self.kept, self.record.columns)
+            layer.give(parts, self.record.columns)
         cache.ledger.restore(self.record)
 
 
@@ -97,8 +96,7 @@ def shorten(cache: OasisCache, columns: int) -> Change:
     batch = next(iter(layers.values())).batch_size if layers else 0
     change.kept = [columns] * batch if real is None else real.sum(1).tolist()
     for number, layer in layers.items():
-        change.taken[number] = layer.cut(change.kept)
-        layer.columns = columns
+        change.taken[number] = layer.cut(change.kept, columns)
     return change
 
 
@@ -135,9 +133,8 @@ def hide(cache: OasisCache, mask: Tensor) -> Change:
         mask[row, start:][before[row, start:]].cpu() for row, start in enumerate(first.tolist())
     ]
     for place, layer in _holding(cache).items():
-        taken = change.taken[place] = layer.cut(change.kept)
-        layer.give(
-            [(k[:, :, keep], v[:, :, keep]) for (k, v), keep in zip(taken, stays, strict=True)]
-        )
+        taken = change.taken[place] = layer.cut(change.kept, columns)
+        stay = [(k[:, :, keep], v[:, :, keep]) for (k, v), keep in zip(taken, stays, strict=True)]
+        layer.give(stay, columns)
     cache.ledger.hide(mask)
     return change

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .engine import build_engine
 from .handle import OasisUnsupportedError
 from .layer import OasisLayer
+from .parts import LayerParts
 from .streams import Beside
 from .tiers import HostStore, host
 from .tiers.limits import require
@@ -61,22 +61,28 @@ def duplicate(cache: OasisCache, memo: dict[int, Any]) -> OasisCache:
     pairs = list(zip(cache.layers, other.layers, strict=True))
     for old, new in pairs:
         memo[id(old)] = new
-        for shared in ("allowance", "ahead"):
-            if isinstance(old, OasisLayer):
-                memo[id(getattr(old, shared))] = getattr(new, shared)
+        if isinstance(old, OasisLayer):
+            memo[id(old.allowance)], memo[id(old.prompts)] = new.allowance, new.prompts
     _take_over(other, cache, memo, BUILT)
     _take_over(other.ledger, cache.ledger, memo)
     for old, new in pairs:
-        if isinstance(old, OasisLayer) and old.is_initialized:
-            old.engine.join()
-            if id(old.store) not in memo:
-                memo[id(old.store)] = _store(old.store)
-        _take_over(new, old, memo, {"engine", "epoch"})
-        if isinstance(new, OasisLayer) and new.is_initialized:
-            new.engine = build_engine(new)
-            new.allowance.enter(new)
-            new.renew()
+        ours = isinstance(old, OasisLayer)
+        _take_over(new, old, memo, {"_parts", "step", "is_initialized"} if ours else ())
+        if ours and old.is_initialized:
+            new.take_over(_parts(old.parts, memo))
     return other
+
+
+def _parts(old: LayerParts, memo: dict[int, Any]) -> LayerParts:
+    """A copy of what a layer is made of, in memory of its own."""
+    old.join()
+    if id(old.store) not in memo:
+        memo[id(old.store)] = _store(old.store)
+    new = copy.copy(old)
+    _take_over(new, old, memo)
+    new.allowance.enter(new)
+    new.renew()
+    return new
 
 
 def _take_over(new: Any, old: Any, memo: dict[int, Any], but: Collection[str] = ()) -> None:
@@ -91,10 +97,11 @@ def _require(cache: OasisCache) -> None:
     needed = 0
     for layer in cache.offloaded:
         if layer.is_initialized:
-            needed += sum(layer.store.taken(slab.nbytes) for slab in layer.store.slabs)
-            if layer.device.type == "cpu":
-                parts = (layer.pool, layer.tail, layer.index, layer.residency)
-                needed += sum(part.nbytes for part in parts)
+            parts = layer.parts
+            needed += sum(parts.store.taken(slab.nbytes) for slab in parts.store.slabs)
+            if parts.device.type == "cpu":
+                others = (parts.pool, parts.tail, parts.index, parts.residency)
+                needed += sum(part.nbytes for part in others)
     require(
         needed,
         host.available_bytes(),

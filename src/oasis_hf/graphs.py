@@ -25,9 +25,10 @@ from torch import Tensor
 
 from .ambient import autocast_devices, steady, uncompiled
 from .compat import CACHE_KWARGS, asks_for_more, cache_of, follows_length
-from .engine import TritonEngine
 from .forward import Forward
 from .fused import FusedLayers
+from .handle import OasisUnsupportedError
+from .index import built_in
 from .native import DenseLayer
 from .stand_in import StandIn
 from .streams import whole_device
@@ -184,7 +185,7 @@ class StepGraphs:
         coming, entry = cache.next_forward(rows), self._entries.get(key)
         # What an eager step left running alongside, a graph knows nothing of.
         for layer in cache.offloaded:
-            layer.engine.join()
+            layer.parts.join()
         cache.ledger.append(valid, ids.shape[0], rows, ids.device, coming.ids)
         if entry is None:
             # As the capture will call it: what is compiled now is not compiled again then.
@@ -218,12 +219,12 @@ class StepGraphs:
         kwargs: dict[str, Any],
     ) -> tuple[Any, ...]:
         """What a graph is known by; first of all the storage of every layer."""
-        first, rows = cache.offloaded[0], ids.shape[1]
+        first, rows = cache.offloaded[0].parts, ids.shape[1]
         kind = ids.device.type
         ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return (
             tuple(layer.epoch for layer in cache.offloaded),
-            (first.scanned_after(rows), first.cap_after(rows).blocks),
+            (first.scanned_after(rows), first.covers_after(rows), first.cap_after(rows).blocks),
             (ids.shape, ids.dtype, positions.shape, positions.dtype, mask is None),
             (kwargs.get("logits_to_keep", 0), ambient, torch.is_inference_mode_enabled()),
         )
@@ -255,16 +256,14 @@ class StepGraphs:
         layers = cache.offloaded
         if len(layers) != len(cache.layers) or any(isinstance(x, DenseLayer) for x in cache.layers):
             return "some layers are not offloaded"
-        if not all(isinstance(layer.engine, TritonEngine) for layer in layers):
+        if not all(layer.is_initialized and layer.parts.backend == "triton" for layer in layers):
             return "the backend is not triton"
         if len({layer.device for layer in layers} | {ids.device}) > 1:
             return "the model is spread over devices"
-        if any(layer.cold for layer in layers):
+        if any(layer.parts.cold for layer in layers):
             return "first step after a prompt"
-        if not all(layer.engine.native for layer in layers):
-            return "the index has no kernel"
         # Layers grow together.
-        if not layers[0].fits(ids.shape[1]):
+        if not layers[0].parts.fits(ids.shape[1]):
             return "the capacity grows"
         return None
 
@@ -317,15 +316,26 @@ class StepGraphs:
         if not any(other.graph for other in self._entries.values()):
             # A pool of which no graph is left cannot be captured into again.
             self._pool = torch.cuda.graph_pool_handle()
-        with (
-            whole_device,
-            self._compiling(cache),
-            torch.cuda.device(entry.ids.device),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            output = self._call(cache, forward, kwargs, entry, coming)
-            for layer in cache.offloaded:
-                layer.engine.join()
+        try:
+            with (
+                whole_device,
+                self._compiling(cache),
+                torch.cuda.device(entry.ids.device),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                output = self._call(cache, forward, kwargs, entry, coming)
+                for layer in cache.offloaded:
+                    layer.parts.join()
+        except RuntimeError as error:
+            index = type(cache.offloaded[0].parts.index)
+            if built_in(index):
+                raise
+            raise OasisUnsupportedError(
+                f"index {index.__name__}: a step with it cannot be captured in a CUDA graph "
+                f"({error}); its encode and block_logits may neither look at values (.item(), "
+                ".tolist(), bool(...), .cpu()) nor have shapes that follow from them. Or use "
+                "graphs=False"
+            ) from error
         self.captured += 1
         entry.kind = type(output)
         entry.outputs = {name: x for name, x in output.items() if isinstance(x, Tensor)}

@@ -14,18 +14,15 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from .compat import weight_bytes
 from .config import OasisConfig
-from .geometry import blocks_beside
+from .geometry import LayerGeometry, blocks_beside
 from .streams import whole_device
 from .tiers.pinned import pinned_empty
-
-if TYPE_CHECKING:
-    from .storage import LayerStorage
 
 COPIED = 1 << 26
 """Bytes copied to measure the link: enough for its full rate, over in some milliseconds."""
@@ -120,6 +117,21 @@ def stated(config: OasisConfig) -> Cap:
     return Cap(0 if config.on_miss == "fetch" else config.cap_blocks)
 
 
+class Reader(Protocol):
+    """A layer whose steps read fast memory and fetch over the link."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def geometry(self) -> LayerGeometry: ...
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes of fast memory that a step after `tokens` tokens must read of this layer."""
+
+
 class Allowance:
     """How many blocks the layers of one cache may fetch in the background.
 
@@ -140,21 +152,21 @@ class Allowance:
         self._auto = config.fetch_cap == "auto" and config.on_miss != "fetch"
         self._model = None if model is None else weakref.ref(model)
         # Layers hold this object: holding them in turn would leave their memory to the collector.
-        self._layers: list[weakref.ref[LayerStorage]] = []
+        self._layers: list[weakref.ref[Reader]] = []
         self._caps: dict[tuple[torch.device, int, int], Cap] = {}
 
-    def enter(self, layer: LayerStorage) -> None:
+    def enter(self, layer: Reader) -> None:
         """Count a layer whose parts have been built."""
         self.leave(layer)
         self._layers.append(weakref.ref(layer))
 
-    def leave(self, layer: LayerStorage) -> None:
+    def leave(self, layer: Reader) -> None:
         """Count a layer no longer."""
         self._layers = [other for other in self._layers if other() not in (layer, None)]
         self._caps.clear()
 
-    def cap(self, layer: LayerStorage, tokens: int) -> Cap:
-        """What a step of `layer` behind `tokens` tokens may fetch; measures the link once."""
+    def cap(self, layer: Reader, tokens: int) -> Cap:
+        """What a step of `layer` after `tokens` tokens may fetch; measures the link once."""
         if not self._auto or layer.backend != "triton" or layer.device.type != "cuda":
             return self._stated
         key = (layer.device, layer.batch_size, tokens)
@@ -162,7 +174,7 @@ class Allowance:
             self._caps[key] = self._beside_a_step(layer, tokens)
         return self._caps[key]
 
-    def _beside_a_step(self, layer: LayerStorage, tokens: int) -> Cap:
+    def _beside_a_step(self, layer: Reader, tokens: int) -> Cap:
         device = layer.device
         model = None if self._model is None else self._model()
         weights = 0 if model is None else weight_bytes(model).get(device, 0)

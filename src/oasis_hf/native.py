@@ -9,6 +9,7 @@ from .compat import DynamicLayer
 from .dense import dense_attention
 from .forward import Forward, Kind
 from .handle import OasisLength, attach
+from .inputs import AttentionInputs
 from .ledger import PaddingLedger
 
 
@@ -58,22 +59,14 @@ class DenseLayer(DynamicLayer):
         attach(self, key_states, value_states)
         return key_states, value_states
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        scaling: float,
-        new: bool,
-    ) -> Tensor:
-        """Store the new tokens and attend to all; as in `OasisLayer.attend`."""
-        if new:
-            super().update(key, value)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Store the new tokens and attend to all; as `OasisLayer.attend`."""
+        if inputs.new:
+            super().update(inputs.key, inputs.value)
         real = self.ledger.real()
         if real is not None:
-            real = real.to(query.device)
-        return dense_attention(query, *self.held(), real, scaling)
+            real = real.to(inputs.query.device)
+        return dense_attention(inputs.query, *self.held(), real, inputs.spec.scaling)
 
     def adopt(self, key: Tensor, value: Tensor) -> None:
         """Fill an empty layer with a history of K and V `[B, H, L, D]`, padding included."""

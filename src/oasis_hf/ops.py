@@ -1,10 +1,21 @@
-"""The only door to the kernels package: picks the backend that serves a device."""
+"""The only door to the kernels package: its data, and the backend that serves a device."""
 
 from types import ModuleType
 
 import torch
 
 from oasis_kernels import available, backend
+from oasis_kernels.api import (
+    LATER,
+    NOW,
+    SUMS,
+    AttentionSpec,
+    Choice,
+    Parts,
+    Queries,
+    Rules,
+    Scores,
+)
 
 from .config import OasisConfigError
 
@@ -32,3 +43,18 @@ def choose_backend(name: str, device: torch.device) -> str:
 def kernels(name: str) -> ModuleType:
     """The operations of a backend; importing "triton" imports triton."""
     return backend(name)
+
+
+__all__ = [
+    "LATER",
+    "NOW",
+    "SUMS",
+    "AttentionSpec",
+    "Choice",
+    "Parts",
+    "Queries",
+    "Rules",
+    "Scores",
+    "choose_backend",
+    "kernels",
+]

@@ -54,8 +54,8 @@ def save(cache: OasisCache, path: str | Path) -> None:
         kinds[number] = DENSE if isinstance(layer, DenseLayer) else NATIVE
         if isinstance(layer, OasisLayer):
             kinds[number] = OFFLOADED
-            k, v, _ = layer.history(layer.lengths.tolist())
-            tensors[f"{number}.lengths"] = layer.lengths.cpu()
+            k, v, _ = layer.history(layer.parts.frontier.lengths.tolist())
+            tensors[f"{number}.lengths"] = layer.parts.frontier.lengths.cpu()
         else:
             # Copies: the two may be one memory, or parts of a larger one.
             k, v = (t.detach().cpu().clone() for t in (layer.keys, layer.values))
@@ -217,8 +217,8 @@ def fork(cache: OasisCache, **options: Any) -> OasisCache:
             raise OasisUnsupportedError("fork: dense_layers must be those of the original cache")
         if isinstance(old, OasisLayer) and isinstance(new, OasisLayer):
             if old.is_initialized:
-                k, v, _ = old.history(old.lengths.tolist())
-                new.adopt(k, v, old.lengths, old.columns)
+                k, v, _ = old.history(old.parts.frontier.lengths.tolist())
+                new.adopt(k, v, old.parts.frontier.lengths, old.columns)
         elif isinstance(old, DenseLayer) and isinstance(new, DenseLayer):
             if old.is_initialized:
                 new.lazy_initialization(*old.held())

@@ -20,22 +20,24 @@ def summarise(cache: OasisCache) -> CacheStats:
     sums = dict.fromkeys(COUNTS, 0)
     fetched = filled = 0
     for layer in layers:
-        counts = layer.counters.read()
+        counts = layer.parts.counters.read()
         for name, value in counts.items():
             sums[name] += value
-        block_bytes = layer.geometry.block_bytes
+        block_bytes = layer.parts.geometry.block_bytes
         fetched += block_bytes * (counts["now"] + counts["later"] + counts["filled"])
         filled += block_bytes * counts["filled"]
     wanted = max(1, sums["wanted"])
-    fast = sum(layer.pool.nbytes + layer.tail.nbytes for layer in layers)
-    index = sum(layer.index.nbytes for layer in layers)
-    tables = sum(layer.residency.nbytes for layer in layers)
-    full = sum(layer.batch_size * layer.columns * layer.geometry.token_bytes for layer in layers)
+    fast = sum(layer.parts.pool.nbytes + layer.parts.tail.nbytes for layer in layers)
+    index = sum(layer.parts.index.nbytes for layer in layers)
+    tables = sum(layer.parts.residency.nbytes for layer in layers)
+    full = sum(
+        layer.batch_size * layer.columns * layer.parts.geometry.token_bytes for layer in layers
+    )
     native = [x for x in cache.layers if x not in cache.offloaded]
-    host = sum(layer.store.nbytes for layer in layers)
-    used = [layer.used_bytes() for layer in layers]
-    steps = max((layer.counters.read()["steps"] for layer in layers), default=0)
-    cap = layers[0].cap if layers else stated(config)
+    host = sum(layer.parts.store.nbytes for layer in layers)
+    used = [layer.parts.used_bytes() for layer in layers]
+    steps = max((layer.parts.counters.read()["steps"] for layer in layers), default=0)
+    cap = layers[0].parts.cap if layers else stated(config)
     return CacheStats(
         context_tokens=cache.ledger.columns,
         batch_size=layers[0].batch_size if layers else 0,
@@ -44,13 +46,13 @@ def summarise(cache: OasisCache) -> CacheStats:
         budget_tokens=config.budget_tokens,
         budget_asked=config.budget,
         block_tokens=config.block_tokens,
-        resident_tokens=layers[0].residency.slots * config.block_tokens if layers else 0,
+        resident_tokens=layers[0].parts.residency.slots * config.block_tokens if layers else 0,
         steps=steps,
         hit_rate=sums["hits"] / wanted,
         fetched_now=sums["now"] / wanted,
         admitted=sums["later"] / wanted,
         refused=(sums["wanted"] - sums["hits"] - sums["now"] - sums["later"]) / wanted,
-        cap_blocks=min(cap.blocks, layers[0].wanted) if layers else cap.blocks,
+        cap_blocks=min(cap.blocks, layers[0].parts.wanted) if layers else cap.blocks,
         cap_share=cap.blocks / config.budget_blocks,
         link_rate=cap.link,
         step_floor=cap.floor,
@@ -85,7 +87,7 @@ def _note(cache: OasisCache, steps: int, fast: int, full: int) -> str:
         return "no sparse step yet: prompts are attended to densely"
     if budget is None:
         return "a budget of None attends to every token, as dense attention does"
-    tail = cache.offloaded[0].tail.places if cache.offloaded else 0
+    tail = cache.offloaded[0].parts.tail.places if cache.offloaded else 0
     if context <= budget + tail:
         return (
             f"sparsity never engaged: the context fits the budget of {budget} tokens and the tail, "

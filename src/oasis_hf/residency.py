@@ -1,44 +1,14 @@
 """Which blocks are resident: choosing, comparing, evicting the least recently selected."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .geometry import LayerGeometry
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step wants, has and fetches. All `[B, H, K]`; slots are -1 where they do not apply.
-
-    Attributes:
-        ids: wanted blocks, best first.
-        wanted: whether the entry is a block at all.
-        hits: slots of wanted blocks that were resident.
-        now: slots to fill before attention.
-        later: slots to fill after attention, for the next step.
-        turnover: wanted blocks that the previous step did not want.
-    """
-
-    ids: Tensor
-    wanted: Tensor
-    hits: Tensor
-    now: Tensor
-    later: Tensor
-    turnover: Tensor
-
-    def attended(self, blocks: int) -> Tensor:
-        """Slots to attend to, by block number rather than by score or slot, `[B, H, K]`.
-
-        The order fixes the rounding of the attention: it depends on the set alone, not on where
-        its blocks happen to live.
-        """
-        slots = torch.where(self.hits >= 0, self.hits, self.now)
-        order = torch.where(slots >= 0, self.ids, blocks).argsort(dim=-1, stable=True)
-        return slots.gather(-1, order)
+from .ops import Choice
 
 
 class Residency:
@@ -101,48 +71,29 @@ class Residency:
         )
         self.slot_of_block, self.block_of_slot, self.last_selected = grown
 
-    def step(self, score: Tensor, count: int, now_above: float, later_cap: int) -> StepPlan:
-        """Choose the `count` best blocks and plan what has to move.
+    def step(self, score: Tensor, count: int, now_above: float, later_cap: int) -> Any:
+        """Choose the `count` best blocks and plan what has to move, at the next time.
 
         Args:
             score: `[B, H, N]`, -inf where a block may not be chosen.
             count: blocks wanted per head.
             now_above: score above which a missing block is fetched before attention.
             later_cap: blocks per head fetched afterwards at most.
+
+        Returns:
+            The reference backend's `StepPlan`.
         """
         self.clock += 1
-        ids, value = self.ops.select_blocks(score, min(count, self.blocks))
-        slot = self.slot_of_block.gather(-1, ids).long()
-        before = self.last_selected.gather(-1, slot.clamp(min=0))
-        stayed = (slot >= 0) & (before == self.clock - 1)
-        wanted = value > float("-inf")
-        hits, now, later = self.ops.plan_step(
-            ids,
-            value,
-            self.slot_of_block,
-            self.block_of_slot,
-            self.last_selected,
-            self.clock,
-            now_above,
-            later_cap,
-        )
-        return StepPlan(ids, wanted, hits, now, later, wanted & ~stayed)
+        return self.ops.choose(self, score, Choice(count, now_above, later_cap))
 
     def admit(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """Make blocks that just left the tail resident, without a transfer.
-
-        Args:
-            blocks: `[B, m]` int64, not resident.
-            keep: `[B]` bool, sequences that admit.
+        """Make blocks `[B, m]` of sequences `keep` `[B]` resident, which just left the tail.
 
         Returns:
             `[B, H, m]` slots, -1 where not admitted.
         """
-        ids = blocks[:, None].expand(-1, self.heads, -1)
-        take = keep[:, None, None].expand_as(ids)
-        return self.ops.assign_slots(
-            ids, take, self.slot_of_block, self.block_of_slot, self.last_selected, self.clock
-        )
+        slots: Tensor = self.ops.admit(self, blocks, keep, self.clock)
+        return slots
 
     def limit(self, blocks: Tensor) -> None:
         """Evict all blocks from number `blocks` `[B]` on: the tail took them back."""

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
-if TYPE_CHECKING:
-    from .residency import StepPlan
-
-COUNTS = ("wanted", "hits", "now", "later", "turnover", "filled", "steps")
+from .ops import SUMS as COUNTS
 
 
 class LayerCounters:
@@ -19,25 +15,6 @@ class LayerCounters:
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(COUNTS), dtype=torch.long, device=device)
-
-    def _add(self, **values: Tensor | int) -> None:
-        for name, value in values.items():
-            self.sums[COUNTS.index(name)] += value
-
-    def step(self, plan: StepPlan) -> None:
-        """Count one sparse step."""
-        self._add(
-            steps=1,
-            wanted=plan.wanted.sum(),
-            hits=(plan.hits >= 0).sum(),
-            now=(plan.now >= 0).sum(),
-            later=(plan.later >= 0).sum(),
-            turnover=plan.turnover.sum(),
-        )
-
-    def fill(self, plan: StepPlan) -> None:
-        """Count the first fill after a prompt."""
-        self._add(filled=(plan.now >= 0).sum())
 
     def read(self) -> dict[str, int]:
         """The sums; waits for the device."""

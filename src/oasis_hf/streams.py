@@ -28,15 +28,16 @@ class Beside:
         self._on: torch.cuda.Stream | None = None
 
     @contextmanager
-    def run(self, *tensors: Tensor) -> Iterator[None]:
+    def run(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         """Run the block on the side stream, after all that the current stream has been given.
 
         Args:
             tensors: memory of the current stream that the block uses and that may be freed before
-                the block has run.
+                the block has run; the block may add to the list that it is given.
         """
+        used = list(tensors)
         if self.device.type != "cuda":
-            yield
+            yield used
             return
         side = side_stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -44,9 +45,9 @@ class Beside:
             # The last transfer was another thread's.
             side.wait_event(self._done)
         with torch.cuda.stream(side):
-            yield
+            yield used
             if not torch.cuda.is_current_stream_capturing():
-                for tensor in tensors:
+                for tensor in used:
                     tensor.record_stream(side)
             self._done, self._on = side.record_event(), side
 

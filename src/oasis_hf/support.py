@@ -85,15 +85,14 @@ def build_layers(
             f"dense_layers: got {list(config.dense_layers)}, expected at least one layer with full "
             f"attention (of {ours}) to be left out; to keep all on the device use DynamicCache"
         )
+    ahead = ReadAhead()
     for number in ours:
         leads = number == ours[0]
         if number in offloaded:
             left = len(offloaded) - offloaded.index(number)
-            layers[number] = OasisLayer(config, number, ledger, leads, left, allowance)
+            layers[number] = OasisLayer(config, number, ledger, leads, left, allowance, ahead)
         else:
             layers[number] = DenseLayer(number, ledger, leads)
-    ahead = ReadAhead()
     for number, after in zip(offloaded, [*offloaded[1:], None], strict=True):
-        layers[number].ahead = ahead
         layers[number].following = None if after is None else layers[after]
     return layers

@@ -227,7 +227,9 @@ def test_a_second_turn_on_the_same_cache(kind: str, own: str, drafts: str, secon
     assert cache.get_seq_length() == held.shape[1]
     if own == "oasis":
         assert torch.equal(cache.ledger.real(), held.bool())
-        assert all(torch.equal(layer.lengths, held.sum(1)) for layer in cache.offloaded)
+        assert all(
+            torch.equal(layer.parts.frontier.lengths, held.sum(1)) for layer in cache.offloaded
+        )
     said = torch.cat([first.sequences, prompt(20, 3, seed=9)], 1)
     seen = torch.cat([first.attention_mask, torch.ones(3, 20, dtype=torch.long)], 1)
     tail: dict[str, Any] = {"attention_mask": seen, "output_logits": True}

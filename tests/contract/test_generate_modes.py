@@ -126,10 +126,13 @@ def test_a_group_leaves_the_tail_while_generating() -> None:
     model = tiny_model("llama")
     cache = OasisCache(model, **FULL)
     forward(model, prompt(), cache)
-    before = cache.layers[0].committed.clone()
+    before = cache.layers[0].parts.frontier.committed.clone()
     for token in prompt(NEW_TOKENS, seed=8).T:
         forward(model, token[None], cache)
-    assert (before, cache.layers[0].committed) == (torch.tensor([160]), torch.tensor([192]))
+    assert (before, cache.layers[0].parts.frontier.committed) == (
+        torch.tensor([160]),
+        torch.tensor([192]),
+    )
 
 
 @pytest.mark.parametrize("implementation", ["dynamic", "static", "none"])

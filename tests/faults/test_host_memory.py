@@ -382,7 +382,7 @@ def test_layers_of_the_model_that_fail_leave_the_others_alone(
 def test_every_tensor_that_a_batch_operation_replaces_is_counted(index: str) -> None:
     driver, replaced = Driver(budget=64, index=index), []
     driver.feed_random(torch.Generator().manual_seed(0), 2, 70)
-    counted = driver.layer.rowwise()
+    counted = driver.layer.parts.rowwise()
     driver.layer.map_batch(lambda held: (replaced.append(held), held)[1])
     assert sorted(map(id, replaced)) == sorted(map(id, counted))
 
@@ -417,8 +417,8 @@ def test_slabs_of_a_borrower_move_apart_from_its_owner() -> None:
     other = OasisCache(model, **FULL)
     other.ledger.copy_from(base.ledger)
     for old, new in zip(base.offloaded, other.offloaded, strict=True):
-        k, v, _ = old.history(old.lengths.tolist())
-        new.adopt(k, v, old.lengths, old.columns, owner=old)
+        k, v, _ = old.history(old.parts.frontier.lengths.tolist())
+        new.adopt(k, v, old.parts.frontier.lengths, old.columns, owner=old)
     other.reorder_cache(torch.tensor([1, 1]))
     assert_goes_on(other, ids[[1, 1]])
     assert_goes_on(base, ids)
@@ -437,12 +437,12 @@ def test_step_for_which_a_later_layer_has_no_memory(monkeypatch: pytest.MonkeyPa
     states = [random_qkv(generator, 2, rows) for rows in (126, 1, 4)]
     driver.feed(*states[0])
     driver.feed(*states[1])
-    held = [layer.lengths.tolist() for layer in driver.cache.offloaded]
+    held = [layer.parts.frontier.lengths.tolist() for layer in driver.cache.offloaded]
     with monkeypatch.context() as patch:
         fail(patch, 1)
         with pytest.raises(HostMemoryError):
             driver.feed(*states[2])
-    assert [layer.lengths.tolist() for layer in driver.cache.offloaded] == held
+    assert [layer.parts.frontier.lengths.tolist() for layer in driver.cache.offloaded] == held
     assert driver.cache.get_seq_length() == 127
     driver.seen = driver.seen[:, :127]
     outputs = driver.feed(*states[2])
@@ -461,7 +461,7 @@ def test_copies_that_do_not_fit(
     model = tiny_model("llama")
     cache.save(tmp_path / "saved")
     source, other = cache.offloaded[0], OasisCache(model, **FULL)
-    history = source.history(source.lengths.tolist())[:2]
+    history = source.history(source.parts.frontier.lengths.tolist())[:2]
     with monkeypatch.context() as patch:
         patch.setattr(host, "available_bytes", lambda: cache.stats().host_bytes - 1)
         asked = fail(patch, 100)
@@ -471,7 +471,7 @@ def test_copies_that_do_not_fit(
             elif operation == "load":
                 OasisCache.load(tmp_path / "saved", model)
             else:
-                other.offloaded[0].adopt(*history, source.lengths, source.columns)
+                other.offloaded[0].adopt(*history, source.parts.frontier.lengths, source.columns)
         assert not asked
     assert not other.offloaded[0].is_initialized
     forward(model, ids, other)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from operations import Operations
 
 from oasis_hf import OasisCache
 from oasis_hf.forward import Forward, Kind
+from oasis_hf.inputs import AttentionInputs
+from oasis_hf.ops import AttentionSpec
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -63,22 +67,22 @@ def test_a_change_of_batch_leaves_no_buffer_of_the_old_one(name: str, index: str
 
 
 @pytest.mark.parametrize(
-    ("argument", "wrong"),
+    ("owner", "argument", "wrong"),
     [
-        ("moved", lambda t: t[:1]),
-        ("plan", lambda p: type(p)(1, p.attended.shape[1], p.attended.device)),
-        ("plan", lambda p: type(p)(p.attended.shape[0], 1, p.attended.device)),
+        ("parts.tail", "k", lambda t: t[:1]),
+        ("step", "plan", lambda p: type(p)(1, p.attended.shape[1], p.attended.device)),
+        ("step", "plan", lambda p: type(p)(p.attended.shape[0], 1, p.attended.device)),
     ],
-    ids=["moved", "another batch", "another budget"],
+    ids=["tail", "another batch", "another budget"],
 )
-def test_a_stale_buffer_is_refused_before_a_launch(argument: str, wrong: Any) -> None:
+def test_a_stale_buffer_is_refused_before_a_launch(owner: str, argument: str, wrong: Any) -> None:
     """Whoever forgets to renew a buffer gets an error that names it."""
     with memcheck():
         on = spoken()
         # What it needs for the next step it has already: nothing is renewed by growing.
         on.decode(1, "none", 4)
-        engine = on.driver.layer.engine
-        setattr(engine, argument, wrong(getattr(engine, argument)))
+        holder = attrgetter(owner)(on.driver.layer)
+        setattr(holder, argument, wrong(getattr(holder, argument)))
         with pytest.raises(ValueError, match="nothing was launched"):
             on.decode(1, "none", 5)
 
@@ -121,8 +125,9 @@ def test_the_last_rows_of_a_layer_may_be_asked_for_alone() -> None:
     key = torch.randn(2, 1, 3, 16, generator=generator)
     query = torch.randn(2, 2, 3, 16, generator=generator)
     layer.forward = Forward(Kind.VERIFY, layer.columns, 3)
-    whole = layer.attend(query, key, key, None, 0.25, new=True)
-    last = layer.attend(query[:, :, -1:], key, key, None, 0.25, new=False)
+    inputs = AttentionInputs(query, key, key, None, AttentionSpec(0.25))
+    whole = layer.attend(inputs)
+    last = layer.attend(replace(inputs, query=query[:, :, -1:], new=False))
     torch.testing.assert_close(last, whole[:, :, -1:])
 
 
@@ -136,11 +141,11 @@ def test_a_borrower_s_batch_operation_leaves_the_owner_as_it_is() -> None:
     held = []
     for old, new in zip(base.offloaded, borrower.offloaded, strict=True):
         held.append(old.history([150])[0])
-        new.adopt(*old.history([150])[:2], old.lengths, old.columns, owner=old)
+        new.adopt(*old.history([150])[:2], old.parts.frontier.lengths, old.columns, owner=old)
     borrower.batch_repeat_interleave(3)
     forward(model, prompt(1, 3), borrower)
     for layer, k in zip(base.offloaded, held, strict=True):
-        assert layer.store.batch == 1 and torch.equal(layer.history([150])[0], k)
+        assert layer.parts.store.batch == 1 and torch.equal(layer.history([150])[0], k)
 
 
 def test_only_a_layer_of_the_same_form_can_be_borrowed() -> None:
@@ -152,7 +157,7 @@ def test_only_a_layer_of_the_same_form_can_be_borrowed() -> None:
     k, v, _ = owner.history([150, 150])
     other = OasisCache(model, budget=256, block_size=16).offloaded[0]
     with pytest.raises(ValueError, match=r"owner: got .*\(2, 2, 16, 16, .* expected \(1, 2,"):
-        other.adopt(k[:1], v[:1], owner.lengths[:1], 150, owner=owner)
+        other.adopt(k[:1], v[:1], owner.parts.frontier.lengths[:1], 150, owner=owner)
 
 
 def test_what_a_forward_left_is_gone_after_a_batch_operation() -> None:
@@ -161,6 +166,6 @@ def test_what_a_forward_left_is_gone_after_a_batch_operation() -> None:
     on.decode(1, "none", 3)
     layer = on.driver.layer
     asked: list[str] = []
-    layer.ahead = SimpleNamespace(clear=lambda: asked.append("clear"))
+    layer.prompts.ahead = SimpleNamespace(clear=lambda: asked.append("clear"))
     on.repeat(2)
     assert layer._rows is None and asked == ["clear"]

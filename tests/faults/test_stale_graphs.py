@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("triton")
 
-from oasis_hf import OasisCache, graphs, storage
+from oasis_hf import OasisCache, graphs, parts
 from oasis_hf.graphs import Dispatcher, StepGraphs
 from oasis_hf.watch import ModelWatch
 
@@ -98,21 +98,21 @@ class Recycled:
         self.tail: Any = None
         recycled = self
 
-        class Store(storage.HostStore):
+        class Store(parts.HostStore):
             def __new__(cls, *_: Any) -> Any:
                 if recycled.store is None:
                     recycled.store = super().__new__(cls)
                 return recycled.store
 
-        class Ring(storage.Tail):
+        class Ring(parts.Tail):
             def __init__(self, *given: Any) -> None:
                 super().__init__(*given)
                 if recycled.tail is None:
                     recycled.tail = self.k
                 self.k = recycled.tail.zero_()
 
-        monkeypatch.setattr(storage, "HostStore", Store)
-        monkeypatch.setattr(storage, "Tail", Ring)
+        monkeypatch.setattr(parts, "HostStore", Store)
+        monkeypatch.setattr(parts, "Tail", Ring)
 
 
 def test_storage_at_the_same_place_is_other_storage(
@@ -123,11 +123,11 @@ def test_storage_at_the_same_place_is_other_storage(
     cache = talker(model)
     talk(model, cache, 4)
     assert len(recorder) == 1 and recorder[0].replays == 2
-    store, tail = id(cache.offloaded[0].store), cache.offloaded[0].tail.k.data_ptr()
+    store, tail = id(cache.offloaded[0].parts.store), cache.offloaded[0].parts.tail.k.data_ptr()
     cache.reset()
     talk(model, cache, 1)
     first = cache.offloaded[0]
-    assert (id(first.store), first.tail.k.data_ptr()) == (store, tail)
+    assert (id(first.parts.store), first.parts.tail.k.data_ptr()) == (store, tail)
     talk(model, cache, 2, tokens=0)
     assert recorder[0].replays == 2, "the graph of storage that is gone was replayed"
 

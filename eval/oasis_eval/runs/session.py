@@ -78,7 +78,7 @@ def histories(base: OasisCache) -> list[tuple[Tensor, Tensor]]:
     for number, layer in enumerate(base.layers):
         if not isinstance(layer, OasisLayer):
             raise ValueError(f"layer {number} is not offloaded: read the prompt into DynamicCache")
-        k, v, _ = layer.history(layer.lengths.tolist())
+        k, v, _ = layer.history(layer.parts.frontier.lengths.tolist())
         found.append((k, v))
     return found
 
@@ -137,7 +137,9 @@ class Session:
         cache.ledger.copy_from(self.base.ledger)
         for old, new, (k, v) in zip(self.base.offloaded, cache.layers, self.held, strict=True):
             if isinstance(new, OasisLayer):
-                new.adopt(k, v, old.lengths, old.columns, owner=old if equal else None)
+                new.adopt(
+                    k, v, old.parts.frontier.lengths, old.columns, owner=old if equal else None
+                )
             else:
                 new.adopt(k, v)
         return cache

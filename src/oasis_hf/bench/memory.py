@@ -27,9 +27,9 @@ def predicted_bytes(cache: OasisCache, model: torch.nn.Module) -> int:
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return weights + sum(
-        layer.geometry.fast_bytes(layer.batch_size, layer.residency.slots)
-        + layer.index.nbytes
-        + layer.residency.nbytes
+        layer.parts.geometry.fast_bytes(layer.batch_size, layer.parts.residency.slots)
+        + layer.parts.index.nbytes
+        + layer.parts.residency.nbytes
         for layer in cache.offloaded
         if layer.is_initialized
     )
@@ -46,8 +46,8 @@ def predicted_piece_bytes(cache: OasisCache, model: torch.nn.Module) -> int:
     layer = cache.offloaded[0]
     width = 3 * config.intermediate_size + 5 * config.hidden_size
     tokens = layer.batch_size * piece(layer.batch_size)
-    earlier = 2 * layer.columns * layer.geometry.token_bytes
-    return int(earlier + tokens * width * layer.geometry.itemsize)
+    earlier = 2 * layer.columns * layer.parts.geometry.token_bytes
+    return int(earlier + tokens * width * layer.parts.geometry.itemsize)
 
 
 def release() -> None:

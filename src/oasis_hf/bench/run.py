@@ -100,7 +100,7 @@ def run_case(model: LlamaForCausalLM, case: Case, ceilings: dict[str, Any]) -> d
         row["graphs"] = None if cache.graphs is None else cache.graphs.summary()
         row["predicted_hbm_bytes"] = predicted_bytes(cache, model)
         row["peak_ratio"] = row["peak_hbm_bytes"] / row["predicted_hbm_bytes"]
-        held = sum(layer.step_bytes(layer.columns) for layer in cache.offloaded)
+        held = sum(layer.parts.step_bytes(layer.columns) for layer in cache.offloaded)
     else:
         held = sum(2 * layer.keys.nbytes for layer in cache.layers if layer.keys is not None)
         moved = held if case.arm == "offloaded" else 0.0

@@ -154,23 +154,26 @@ def filled_cache(
     lengths = torch.full((batch,), tokens, device=keys.device)
     first.adopt(keys, torch.randn_like(keys), lengths, tokens)
     # The other layers read the same host memory: it must be written by then.
-    first.engine.join()
+    first.parts.join()
     example = keys[:, :, :1].clone()
     del keys
     for layer in cache.offloaded[1:]:
         layer.lazy_initialization(example, example)
-        layer.store.slabs, layer.store.table = first.store.slabs, first.store.table
-        layer.reserve(tokens)
-        for name, array in first.index.arrays.items():
-            layer.index.arrays[name].copy_(array)
+        layer.parts.store.slabs, layer.parts.store.table = (
+            first.parts.store.slabs,
+            first.parts.store.table,
+        )
+        layer.parts.reserve(tokens)
+        for name, array in first.parts.index.arrays.items():
+            layer.parts.index.arrays[name].copy_(array)
         for ours, theirs in (
-            (layer.lengths, first.lengths),
-            (layer.committed, first.committed),
-            (layer.tail.k, first.tail.k),
-            (layer.tail.v, first.tail.v),
+            (layer.parts.frontier.lengths, first.parts.frontier.lengths),
+            (layer.parts.frontier.committed, first.parts.frontier.committed),
+            (layer.parts.tail.k, first.parts.tail.k),
+            (layer.parts.tail.v, first.parts.tail.v),
         ):
             ours.copy_(theirs)
-        layer.renew()
+        layer.parts.renew()
     cache.ledger.append(None, batch, tokens, first.device)
     torch.cuda.empty_cache()
     return cache

@@ -7,6 +7,7 @@ import torch
 from ..ops import kernels
 from .base import Index
 from .checks import check_class, check_group, check_index
+from .kernel import IndexKernel
 from .keys2bit import Keys2BitIndex
 from .minmax import MinMax8Index, MinMaxIndex
 from .simple import MeanKeyIndex, OracleIndex, StreamingIndex
@@ -34,7 +35,7 @@ def index_class(index: Any) -> type[Index]:
     if isinstance(index, str) and index in INDEXES:
         return INDEXES[index]
     if isinstance(index, type) and issubclass(index, Index):
-        if not _built_in(index):
+        if not built_in(index):
             check_class(index, INDEXES)
         return index
     raise TypeError(
@@ -48,7 +49,7 @@ def group_tokens(index: type[Index], block: int) -> int:
     Raises:
         OasisConfigError: they are no multiple of the block.
     """
-    return index.group_tokens(block) if _built_in(index) else check_group(index, block)
+    return index.group_tokens(block) if built_in(index) else check_group(index, block)
 
 
 def build_index(
@@ -69,20 +70,22 @@ def build_index(
         return index(block, budget_blocks, reduction, kernels("reference"))
 
     heads, built = example.shape[1], make()
-    if not _built_in(index):
+    if not built_in(index):
         check_index(make, heads, example)
         built.watched = True
     built.allocate(batch, heads, example)
     return built
 
 
-def _built_in(index: type[Index]) -> bool:
+def built_in(index: type[Index]) -> bool:
+    """Whether an index comes with this package."""
     return INDEXES.get(getattr(index, "name", "")) is index
 
 
 __all__ = [
     "INDEXES",
     "Index",
+    "IndexKernel",
     "Keys2BitIndex",
     "MeanKeyIndex",
     "MinMax8Index",
@@ -90,6 +93,7 @@ __all__ = [
     "OracleIndex",
     "StreamingIndex",
     "build_index",
+    "built_in",
     "group_tokens",
     "index_class",
 ]

@@ -1,7 +1,7 @@
 """The interface of an index: a compact summary of all keys that ranks blocks unread."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import ClassVar
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import ceil_div, round_up
+from .kernel import IndexKernel
 from .scores import check_scores
 
 
@@ -28,12 +29,15 @@ class Index(ABC):
         block: tokens per block.
         budget_blocks: blocks that will be chosen per head.
         arrays: stored tensors `[B, H, groups + 1, ...]`; the last group is the spill.
+        kernels: by name of a backend, kernels that scan the index there. They are a class's own: a
+            subclass, which may store something else, names its own.
         watched: whether the next scores are checked, those of an index that is not built in.
     """
 
     name: ClassVar[str]
     estimates_mass: ClassVar[bool] = False
     coarse: ClassVar[tuple[str, ...] | None] = None
+    kernels: ClassVar[Mapping[str, IndexKernel]] = {}
     watched: bool = False
 
     def __init__(self, block: int, budget_blocks: int, reduction: str, ops: ModuleType) -> None:
@@ -41,6 +45,11 @@ class Index(ABC):
         self.reduction, self.ops = reduction, ops
         self.arrays: dict[str, Tensor] = {}
         self.capacity = 0
+
+    def kernel(self, backend: str) -> IndexKernel | None:
+        """The kernels for a backend, or None: torch. All of them combine rows by the mean."""
+        own: Mapping[str, IndexKernel] = vars(type(self)).get("kernels", {})
+        return own.get(backend) if self.reduction == "mean" else None
 
     @classmethod
     def group_tokens(cls, block: int) -> int:

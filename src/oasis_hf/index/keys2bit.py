@@ -1,10 +1,14 @@
 """All keys at two bits, behind their own coarse bounds: 3 bits per key element."""
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
 from ..geometry import ceil_div
+from ..ops import Parts, Queries, Scores
 from .base import Index
+from .kernel import IndexKernel
 
 GROUP_TOKENS = 32
 LEAST_CANDIDATES = 8192
@@ -19,6 +23,46 @@ def candidate_tokens(budget: int) -> int:
     return max(4 * budget, LEAST_CANDIDATES)
 
 
+class Keys2BitKernel(IndexKernel):
+    """Bounds of all groups, the candidates among these, and their keys at two bits."""
+
+    form = "keys2bit"
+
+    def scan(self, ops: Any, index: Index, parts: Parts, queries: Queries, blocks: int) -> Scores:
+        """As in `IndexKernel`."""
+        rules, committed, arrays = parts.rules, parts.frontier.committed, index.arrays
+        query, positions = queries.query.contiguous().flatten(2, 3), queries.positions
+        groups = blocks * rules.block // rules.group
+        coarse = ops.bounds(
+            query,
+            arrays["lowest"],
+            arrays["step"],
+            committed,
+            positions,
+            queries.spec.scaling,
+            rules.group,
+            groups,
+            True,
+        )
+        wanted = ceil_div(candidate_tokens(index.budget_blocks * index.block), rules.group)
+        heads = query.shape[1]
+        chosen = ops.candidates(coarse, committed, min(wanted, groups), heads, rules.group)
+        scores: Scores = ops.keys2bit(
+            query,
+            arrays["codes"],
+            arrays["lowest"],
+            arrays["step"],
+            chosen,
+            committed,
+            parts.tail.k,
+            parts.frontier.lengths,
+            positions,
+            queries.spec.scaling,
+            rules.block,
+        )
+        return scores
+
+
 class Keys2BitIndex(Index):
     """Estimates each block's attention from two-bit keys.
 
@@ -30,6 +74,7 @@ class Keys2BitIndex(Index):
     name = "keys2bit"
     estimates_mass = True
     coarse = ("lowest", "step")
+    kernels: ClassVar = {"triton": Keys2BitKernel()}
 
     @classmethod
     def group_tokens(cls, block: int) -> int:

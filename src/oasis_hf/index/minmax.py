@@ -1,8 +1,33 @@
 """Channel-wise minimum and maximum of a block's keys: the index of OasisKV and Quest."""
 
+from typing import Any, ClassVar
+
 from torch import Tensor
 
+from ..ops import Parts, Queries, Scores
 from .base import Index
+from .kernel import IndexKernel
+
+
+class BoundsKernel(IndexKernel):
+    """Bounds of every block, whose keys' types the kernels tell by themselves."""
+
+    form = "bounds"
+
+    def scan(self, ops: Any, index: Index, parts: Parts, queries: Queries, blocks: int) -> Scores:
+        """As in `IndexKernel`."""
+        scores: Scores = ops.bounds(
+            queries.query.contiguous().flatten(2, 3),
+            index.arrays["low"],
+            index.arrays["high"],
+            parts.frontier.committed,
+            queries.positions,
+            queries.spec.scaling,
+            parts.rules.block,
+            blocks,
+            False,
+        )
+        return scores
 
 
 class MinMaxIndex(Index):
@@ -12,6 +37,7 @@ class MinMaxIndex(Index):
     """
 
     name = "minmax"
+    kernels: ClassVar = {"triton": BoundsKernel()}
 
     def encode(self, keys: Tensor) -> dict[str, Tensor]:
         """Bounds of each block."""
@@ -30,6 +56,7 @@ class MinMax8Index(MinMaxIndex):
     """
 
     name = "minmax8"
+    kernels: ClassVar = {"triton": BoundsKernel()}
 
     def encode(self, keys: Tensor) -> dict[str, Tensor]:
         """Bounds of each block, rounded outwards."""

@@ -9,7 +9,7 @@ them. It looks at shapes only, and waits for no device.
 import torch
 from torch import Tensor
 
-from .buffers import Scores
+from ..api import Scores
 
 INT32, INT64, BYTE, FLAG = torch.int32, torch.int64, torch.uint8, torch.bool
 FLOAT32 = torch.float32

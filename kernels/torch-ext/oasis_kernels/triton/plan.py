@@ -110,7 +110,7 @@ def plan_kernel(
 
     Arrays: logits `[BH, Q, C]`; chosen `[BH, C / PER]` groups of the candidates; slot_of_block
     `[BH, N + 1]`, block_of_slot and last_selected `[BH, S + 1]`; attended `[BH, K]` slots in block
-    order, -1 behind the last; now_list and later_list `[BH * K, 3]` of (bh, block, slot); victims
+    order, -1 after the last; now_list and later_list `[BH * K, 3]` of (bh, block, slot); victims
     `[BH, 3, SP]` scratch; counters `[7]`: wanted, hits,
     now, later, turnover, filled, steps.
     """
@@ -126,13 +126,17 @@ def plan_kernel(
         logits, partial, rows_end, bh, bh // H, i_c, C, programs, Q, T, PP, CP, REDUCE_MAX
     )
     b_score = tl.where(ids < sinks, float("inf"), b_score)
+    if FILL:
+        # A sequence that has only padding in this step takes any block, the newest first.
+        b_score = tl.where(voices > 0, b_score, 0.0)
+        voices = 1
     live = (i_c < C) & (ids < blocks) & (b_score > float("-inf")) & (voices > 0)
     BITS: tl.constexpr = 32 if REDUCE_MAX else 12
     key = ordered_key(b_score) if REDUCE_MAX else share_key(b_score)
     key = tl.where(live, key, tl.zeros((CP,), tl.uint32))
     wanted = top_mask(key, K, BITS)
 
-    now_time = tl.load(clock) - 1 if FILL else tl.load(clock)
+    now_time = tl.load(clock)
     slot = tl.load(slot_of_block + bh * (N + 1) + ids, mask=wanted, other=-1)
     hit = wanted & (slot >= 0)
     ages = last_selected + bh * (S + 1)

@@ -1,4 +1,4 @@
-"""Torch reference of every kernel: the meaning that a faster backend must reproduce.
+"""What the operations of torch are made of.
 
 Each function is fixed-shape tensor work without host synchronisation, so that a decode step made of
 them can be captured in a graph. Letters: B sequences, H KV heads, Q query rows of one KV head (the
@@ -12,12 +12,7 @@ no data-dependent shape.
 import torch
 from torch import Tensor
 
-from .encodings import (  # noqa: F401 - operations of this backend, as those below
-    dequantize_keys_2bit,
-    floats,
-    quantize_keys_2bit,
-    to_float8,
-)
+from ..encodings import floats
 
 NEG_INF = float("-inf")
 LEAST_SHARE = 0x30000000  # 2**-31, as the bits of a float32.

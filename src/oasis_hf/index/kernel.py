@@ -1,0 +1,36 @@
+"""The interface of an index's kernels: how one backend writes and scans it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..ops import Parts, Queries, Scores
+
+if TYPE_CHECKING:
+    from .base import Index
+
+
+class IndexKernel(ABC):
+    """The kernels of an index for one backend, named in `Index.kernels`.
+
+    Without them an index works in torch, through `encode` and `block_logits`.
+
+    Attributes:
+        form: the index is written by the backend's own `append`, which knows it by this name (one
+            of the backend's `FORMS`). None: by `Index.encode`, whose results are stored.
+    """
+
+    form: ClassVar[str | None] = None
+
+    @abstractmethod
+    def scan(self, ops: Any, index: Index, parts: Parts, queries: Queries, blocks: int) -> Scores:
+        """Score blocks, with fixed shapes and without waiting for the device.
+
+        Args:
+            ops: the backend, whose launches may be used.
+            index: whose `arrays` are scanned.
+            parts: of the layer.
+            queries: of the step; rows are combined by the mean of their shares.
+            blocks: that hold tokens, rounded up; those after them need not be looked at.
+        """
