@@ -8,8 +8,9 @@ earlier answers otherwise than they were generated.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,6 +65,8 @@ class Conversation:
     Raises:
         ValueError: the tokenizer has no chat template, a message cannot be used, or the cache is
             another model's or holds a text without there being messages.
+        OasisConfigError: an option of a new cache cannot be used.
+        OasisUnsupportedError: the model cannot be served, or its attention is not "oasis".
     """
 
     def __init__(
@@ -164,8 +167,9 @@ class Conversation:
         finally:
             held = self.cache.ledger.ids()
             self._left = None if held is None else held.clone()
-        sequences = output if isinstance(output, Tensor) else output.sequences
-        answer = self._tokenizer.decode(sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        answer = self._tokenizer.decode(
+            getattr(output, "sequences", output)[0, ids.shape[1] :], skip_special_tokens=True
+        )
         self.messages += [*new, {"role": "assistant", "content": answer}]
         return answer
 
@@ -173,10 +177,11 @@ class Conversation:
         """As `reply`, piece by piece, while the answer is generated in a thread.
 
         The turn begins with the first piece that is asked for. Where the iteration ends early,
-        generation stops, and `messages` stay as they were.
+        generation stops with the step in progress, and `messages` stay as they were. Autocast
+        around the call does not reach the thread.
         """
         streamer = _Pieces(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, initializer=_on_this_device()) as pool:
             turn = pool.submit(self.reply, message, streamer=streamer, **options)
             # An error ends the pieces too.
             turn.add_done_callback(lambda _: streamer.text_queue.put(streamer.stop_signal))
@@ -240,7 +245,9 @@ class Conversation:
                 f"{taken[0]}: the conversation gives it to generate itself, from its messages and "
                 "its cache; leave it out"
             )
-        config = options.get("generation_config") or self._served.generation_config
+        config = options.get("generation_config") or getattr(
+            self._served, "generation_config", None
+        )
         for name in ("num_beams", "num_return_sequences"):
             number = options.get(name) or getattr(config, name, None) or 1
             if number != 1:
@@ -248,6 +255,13 @@ class Conversation:
                     f"{name}: got {number}, expected 1: a conversation has one answer, and its "
                     "cache holds one sequence; for several, fork conversation.cache"
                 )
+
+
+def _on_this_device() -> Callable[[], None] | None:
+    """What a thread does first to use the caller's current GPU, which is its own otherwise."""
+    if not torch.cuda.is_initialized():
+        return None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 class _Pieces(TextIteratorStreamer):
