@@ -1,8 +1,9 @@
 """Several questions about one long document, which is read only once.
 
 The document's keys and values stay in the cache, in host memory. Each further question only costs
-its own tokens: it is appended to the conversation, and `generate` continues from what the cache
-holds. A fact that no earlier question needed is still found, since nothing is ever dropped.
+its own tokens: `Conversation` keeps the messages and the cache, and `generate` continues from what
+the cache holds. A fact that no earlier question needed is still found, since nothing is ever
+dropped.
 
 Run it with `python examples/long_document_qa.py`, about your own text with `--document FILE
 --question "…"`, on any model of the Hub with `--model`, or with `--small` for a quick run.
@@ -12,9 +13,9 @@ import argparse
 import time
 from pathlib import Path
 
-import torch
+from transformers import TextStreamer
 
-from oasis_hf import OasisCache
+from oasis_hf import Conversation
 from oasis_hf.needle import Needle
 from oasis_hf.packaged import load, prose, smollm2
 from oasis_hf.threads import bound_threads
@@ -43,47 +44,28 @@ def main(arguments: list[str] | None = None) -> None:
             document = fact.hide_in(document)
         questions = options.question or [fact.question for fact in FACTS]
 
-    # 2. The model, and one cache for the whole conversation.
+    # 2. The model, and a conversation with it, which has one cache for all turns. What the document
+    #    says comes with the first question; `system=document` would do for models whose template
+    #    has a system role.
     model, tokenizer = load(options.model or smollm2())
-    cache = OasisCache(model, budget=128 if options.small else options.budget)
+    conversation = Conversation(model, tokenizer, budget=128 if options.small else options.budget)
 
-    # 3. The conversation. Each turn gives `generate` all of it so far, and what the cache holds
-    #    already is not read again. The answer as the template writes it may differ from the tokens
-    #    that were generated, at its end for one: the cache is cropped to what both have in common.
-    messages: list[dict[str, str]] = []
-    held = torch.empty(0, dtype=torch.long)
+    # 3. The questions. The answers are printed as they come. Each turn gives `generate` the whole
+    #    text so far, and what the cache holds of it is not read again.
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     for question in questions:
-        content = question if messages else f"{document}\n\n{question}"
-        messages.append({"role": "user", "content": content})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        ids = inputs["input_ids"][0]
-        shared = common_prefix(held, ids)
-        cache.crop(shared - cache.get_seq_length())
-
+        print(question)
         started = time.perf_counter()
-        output = model.generate(
-            **inputs.to(model.device),
-            past_key_values=cache,
+        conversation.reply(
+            question if conversation.messages else f"{document}\n\n{question}",
+            streamer=streamer,
             max_new_tokens=24 if options.small else 32,
             do_sample=False,
         )
         seconds = time.perf_counter() - started
-        answer = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
-        messages.append({"role": "assistant", "content": answer})
-        # The newest token was sampled, but has not been through the model yet.
-        held = output[0, :-1].cpu()
-        print(f"{question}\n  {answer}\n  read {len(ids) - shared:,} tokens, {seconds:.1f} s\n")
+        print(f"  read {conversation.tokens_read:,} tokens, {seconds:.1f} s\n")
 
-    print(cache.stats())
-
-
-def common_prefix(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Returns how many tokens at the start of two sequences of ids are the same."""
-    length = min(len(first), len(second))
-    differs = (first[:length] != second[:length]).nonzero()
-    return int(differs[0]) if len(differs) else length
+    print(conversation.cache.stats())
 
 
 if __name__ == "__main__":

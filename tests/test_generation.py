@@ -221,7 +221,7 @@ def play(policy: Speculation, rounds: int, accepted: int, draft: float, plain: f
         lengths.append(policy.next_length())
         took = (draft, plain) if lengths[-1] else (0.0, plain)
         right = accepted if lengths[-1] else 0
-        policy.record(lengths[-1], right, right + 1, 1, *took)
+        policy.record([lengths[-1]], [right], right + 1, 1, *took)
     return lengths
 
 
@@ -250,17 +250,19 @@ def test_a_policy_follows_a_change() -> None:
 def test_one_slow_round_decides_nothing() -> None:
     """Such as the one that captures a graph."""
     policy = Speculation(4, adaptive=True)
-    policy.record(4, 3, 4, 1, 0.5, 500.0)
+    policy.record([4], [3], 4, 1, 0.5, 500.0)
     assert play(policy, 100, accepted=3, draft=0.5, plain=1.0).count(0) < 20
 
 
 def test_the_report_adds_up() -> None:
     policy = Speculation(4)
-    policy.record(8, 3, 5, 2, 0.5, 1.0)
-    policy.record(4, 4, 5, 1, 0.25, 1.0)
+    policy.record([4, 4], [1, 2], 5, 2, 0.5, 1.0)
+    policy.record([0, 4], [0, 4], 5, 1, 0.25, 1.0)
     did = policy.report()
     assert (did.rounds, did.drafted_rounds, did.tokens) == (2, 2, 10)
     assert did.acceptance == 7 / 12 and did.tokens_per_round == 10 / 3
+    assert (did.drafted_by_row, did.accepted_by_row) == ((4, 8), (1, 6))
+    assert did.acceptance_by_row == (1 / 4, 6 / 8)
     assert (did.draft_seconds, did.verify_seconds) == (0.75, 2.0)
     policy.start()
     assert policy.report().rounds == 0 and policy.report().acceptance == 0

@@ -5,7 +5,8 @@ else: no patching, no GPU work, no triton.
 """
 
 from importlib import import_module as _import_module
-from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from . import attention as _attention
 from .cache import OasisCache
@@ -16,20 +17,26 @@ from .persistence import SavedCacheError
 from .stats import CacheStats
 from .tiers import HostMemoryError
 
+if _TYPE_CHECKING:
+    from .conversation import Conversation
+
 _attention.register()
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """`oasis_hf.generation` is imported when it is first asked for."""
+def __getattr__(name: str) -> _Any:
+    """`generation` and `Conversation` are imported when they are first asked for."""
     if name == "generation":
         return _import_module(".generation", __name__)
+    if name == "Conversation":
+        return _import_module(".conversation", __name__).Conversation
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "CacheStats",
+    "Conversation",
     "HostMemoryError",
     "Index",
     "OasisCache",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .ambient import kept_steady
+from .compat import fills_window, is_sliding
 from .handle import OasisUnsupportedError
 from .layer import OasisLayer
 from .ledger import Record
@@ -83,6 +84,8 @@ def shorten(cache: OasisCache, columns: int) -> Change:
         for number in change.native:
             layer = cache.layers[number]
             layer.crop(-removed)
+            if is_sliding(layer) and not fills_window(layer):
+                raise RuntimeError("the window has forgotten what lies before it")
     except (RuntimeError, ValueError, NotImplementedError) as error:
         change.undo(cache)
         raise OasisUnsupportedError(

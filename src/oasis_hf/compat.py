@@ -254,6 +254,15 @@ def visible(layer: Any, rows: int, *states: Any) -> tuple[Any, Any]:
     return k, v
 
 
+def fills_window(layer: Any) -> bool:
+    """Whether a sliding layer holds all that its window covers.
+
+    Cropped by more tokens than it recorded, it holds less, and Transformers says nothing.
+    """
+    held = layer.keys.shape[-2] if layer.is_initialized else 0
+    return held >= min(layer.sliding_window - 1, layer.get_seq_length())
+
+
 class StepwiseCache(DynamicCache):
     """A `DynamicCache` that takes several forwards before its newest tokens are cropped.
 
@@ -303,6 +312,7 @@ __all__ = [
     "cache_of",
     "columns_to_crop",
     "detach_states",
+    "fills_window",
     "is_full_attention",
     "is_linear",
     "is_placeholder",

@@ -1,9 +1,11 @@
 """How many tokens to draft: a fixed number, or none where measured times say so."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-COUNTS = ("rounds", "drafted_rounds", "drafted", "accepted", "tokens", "lived")
+COUNTS = ("rounds", "drafted_rounds", "tokens", "lived")
 """What is summed over rounds; `lived` is sequences that were still being generated."""
 
 
@@ -17,6 +19,8 @@ class SpeculationReport:
         drafted_rounds: of these, rounds that verified drafts.
         drafted: drafts verified, over all sequences.
         accepted: drafts accepted.
+        drafted_by_row: drafts verified of each sequence, in the order of the batch.
+        accepted_by_row: of these, drafts accepted.
         tokens: tokens generated in these rounds, over all sequences.
         tokens_per_round: of one sequence, while it was being generated.
         draft_seconds: time spent drafting.
@@ -28,6 +32,8 @@ class SpeculationReport:
     drafted_rounds: int
     drafted: int
     accepted: int
+    drafted_by_row: tuple[int, ...]
+    accepted_by_row: tuple[int, ...]
     tokens: int
     tokens_per_round: float
     draft_seconds: float
@@ -37,6 +43,12 @@ class SpeculationReport:
     def acceptance(self) -> float:
         """Share of the drafts that were accepted."""
         return self.accepted / max(1, self.drafted)
+
+    @property
+    def acceptance_by_row(self) -> tuple[float, ...]:
+        """The same for each sequence; 0 for one that had no drafts."""
+        pairs = zip(self.accepted_by_row, self.drafted_by_row, strict=True)
+        return tuple(accepted / max(1, drafted) for accepted, drafted in pairs)
 
 
 @dataclass
@@ -63,6 +75,8 @@ class Speculation:
     trial: int = 8
     patience: int = 64
     _counts: dict[str, int] = field(init=False, repr=False)
+    _drafted: list[int] = field(init=False, repr=False)
+    _accepted: list[int] = field(init=False, repr=False)
     _draft_seconds: float = field(init=False, repr=False)
     _verify_seconds: float = field(init=False, repr=False)
     _rates: dict[bool, float] = field(init=False, repr=False)
@@ -80,9 +94,10 @@ class Speculation:
                 )
         self.start()
 
-    def start(self) -> None:
-        """Forget everything: a new generation begins."""
+    def start(self, sequences: int = 0) -> None:
+        """Forget everything: a new generation, of so many sequences, begins."""
         self._counts = dict.fromkeys(COUNTS, 0)
+        self._drafted, self._accepted = [0] * sequences, [0] * sequences
         self._draft_seconds = self._verify_seconds = 0.0
         self._rates, self._stretch = {}, []
         self._drafting, self._trying, self._left = True, True, self.trial
@@ -93,8 +108,8 @@ class Speculation:
 
     def record(
         self,
-        drafted: int,
-        accepted: int,
+        drafted: Sequence[int],
+        accepted: Sequence[int],
         tokens: int,
         sequences: int,
         draft_seconds: float,
@@ -103,16 +118,18 @@ class Speculation:
         """Take note of a round.
 
         Args:
-            drafted: drafts verified, over all sequences.
+            drafted: drafts verified, of each sequence of the batch.
             accepted: of these, drafts accepted.
             tokens: tokens generated, over all sequences.
             sequences: sequences that were still being generated.
             draft_seconds: time that drafting took.
             verify_seconds: time that the rest of the round took.
         """
-        sums = (1, int(drafted > 0), drafted, accepted, tokens, sequences)
+        sums = (1, int(any(drafted)), tokens, sequences)
         for name, value in zip(COUNTS, sums, strict=True):
             self._counts[name] += value
+        self._drafted = _added(self._drafted, drafted)
+        self._accepted = _added(self._accepted, accepted)
         self._draft_seconds += draft_seconds
         self._verify_seconds += verify_seconds
         if not self.adaptive or not self.draft_length:
@@ -141,7 +158,16 @@ class Speculation:
         return SpeculationReport(
             **counts,
             draft_length=self.draft_length,
+            drafted=sum(self._drafted),
+            accepted=sum(self._accepted),
+            drafted_by_row=tuple(self._drafted),
+            accepted_by_row=tuple(self._accepted),
             tokens_per_round=rate,
             draft_seconds=self._draft_seconds,
             verify_seconds=self._verify_seconds,
         )
+
+
+def _added(sums: Sequence[int], numbers: Sequence[int]) -> list[int]:
+    """Sums of each sequence, and its number more."""
+    return [a + b for a, b in zip_longest(sums, numbers, fillvalue=0)]

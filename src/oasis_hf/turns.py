@@ -39,13 +39,17 @@ class Turn:
         self.read, self.change = True, None
 
 
-def align(cache: OasisCache, ids: Tensor | None, mask: Tensor | None) -> Change | None:
+def align(
+    cache: OasisCache, ids: Tensor | None, mask: Tensor | None, *, expected: bool = False
+) -> Change | None:
     """Take back what the cache holds beyond its common beginning with a text.
 
     Args:
         cache: the cache.
         ids: `[B, L]` a text; compared if it is the whole one.
         mask: `[B, C]`, or None for ones over `ids`. Where C is not L, ids are new tokens alone.
+        expected: whether the caller knows that the text may differ: that is neither refused nor
+            warned of.
 
     Returns:
         What was changed, or None if nothing had to be.
@@ -62,7 +66,7 @@ def align(cache: OasisCache, ids: Tensor | None, mask: Tensor | None) -> Change 
         return None
     same = cache.ledger.common(ids)
     differs = same < min(past, length)
-    if differs and 2 * same < length:
+    if differs and not expected and 2 * same < length:
         raise ValueError(
             f"input_ids: got a text of {length} tokens, of which the cache holds the first {same}, "
             f"expected more of the {past} that it was given; pass the whole text, or its new "
@@ -72,7 +76,7 @@ def align(cache: OasisCache, ids: Tensor | None, mask: Tensor | None) -> Change 
     # The logits of the last token are wanted in any case.
     keep = min(same, length - 1)
     change = shorten(cache, keep) if keep < past else None
-    if differs:
+    if differs and not expected:
         warnings.warn(
             f"input_ids: the text differs from what the cache holds from token {same} on; the "
             f"{past - same} tokens from there are taken back, and the text is read again",

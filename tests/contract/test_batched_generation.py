@@ -364,3 +364,39 @@ def test_switching_drafts_off_and_on_changes_no_token() -> None:
         if drafts == "good":
             # All are right only if the draft has seen everything; the last round is cut short.
             assert did.accepted >= did.drafted - 3 * 4
+
+
+def test_the_report_tells_a_row_of_right_drafts_from_one_of_wrong_drafts() -> None:
+    model, draft = tiny_model("llama"), draft_model("llama", "good")
+    ids, mask = left_padded([0, 37])
+
+    def spoil(_: Any, __: Any, output: Any) -> None:
+        """The second row's draft chooses the token that it thinks the least likely."""
+        output.logits[1].neg_()
+
+    hook = draft.register_forward_hook(spoil)
+    try:
+        options = {"attention_mask": mask, "draft": draft, "speculation": Speculation(4)}
+        # A token after the prompt, and five rounds of the first row.
+        output = speculate(model, ids, OasisCache(model, **FULL), 1 + 5 * 5, **options)
+    finally:
+        hook.remove()
+    did = output.speculation
+    # The second row goes on alone, one token a round.
+    assert did.drafted_by_row == (5 * 4, 25 * 4) and did.accepted_by_row == (5 * 4, 0)
+    assert did.acceptance_by_row == (1.0, 0.0)
+    assert (did.drafted, did.accepted) == (6 * 20, 20)
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_the_numbers_of_rows_add_up(drafts: str) -> None:
+    model = tiny_model("llama")
+    ids, mask = repetitive_batch() if drafts == "lookup" else left_padded(PADS)
+    cache = OasisCache(model, **FULL)
+    options = {"attention_mask": mask, **options_of("llama", drafts)}
+    did = speculate(model, ids, cache, **options).speculation
+    assert len(did.drafted_by_row) == len(did.accepted_by_row) == len(PADS)
+    assert sum(did.drafted_by_row) == did.drafted == cache.stats().drafted
+    assert sum(did.accepted_by_row) == did.accepted == cache.stats().accepted
+    rates = zip(did.acceptance_by_row, did.drafted_by_row, strict=True)
+    assert sum(rate * drafted for rate, drafted in rates) == pytest.approx(did.accepted)

@@ -20,7 +20,7 @@ from helpers import (
 )
 from torch import Tensor
 
-from oasis_hf import OasisCache
+from oasis_hf import OasisCache, OasisUnsupportedError
 from oasis_hf import generation as batched
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
@@ -212,3 +212,15 @@ def test_a_generation_that_fails_at_once_puts_the_text_back(
     assert cache.get_seq_length() == 100
     got = forward(model, text[:, 100:], cache)
     assert_close(got, forward(model, text, OasisCache(model, **FULL))[:, 100:])
+
+
+def test_a_window_that_recorded_too_little_is_refused_and_loses_nothing() -> None:
+    """After drafts a sliding layer goes back a little; Transformers crops it by any number."""
+    model = tiny_model("gemma3")
+    cache = OasisCache(model, **FULL)
+    ids = prompt(90)
+    text = torch.cat([ids, generate(model, ids, cache, 20, prompt_lookup_num_tokens=3)], 1)
+    with pytest.raises(OasisUnsupportedError, match="sliding or recurrent layers cannot go back"):
+        generate(model, rewritten(text, 80, 84), cache, 12)
+    whole = torch.cat([text, prompt(5, seed=9)], 1)
+    assert torch.equal(generate(model, whole, cache, 12), fresh("gemma3", whole))

@@ -194,7 +194,7 @@ def _generate(
         if generation_config.return_dict_in_generate:
             wanted = {"scores": "output_scores", "logits": "output_logits"}
             keep = tuple(name for name, flag in wanted.items() if getattr(generation_config, flag))
-        speculation.start()
+        speculation.start(inputs.shape[0])
         loop = Loop(target, drafter, text, processors, stops, speculation, sample, streamer, keep)
         loop.run(logits)
     if not generation_config.return_dict_in_generate:

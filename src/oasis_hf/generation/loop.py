@@ -90,8 +90,8 @@ class Loop:
         if self.drafter is not None:
             self.drafter.accept(new)
         self.speculation.record(
-            drafted=int((offered - 1).clamp(min=0).sum()),
-            accepted=int((new - 1).clamp(min=0).sum()),
+            drafted=(offered - 1).clamp(min=0).tolist(),
+            accepted=(new - 1).clamp(min=0).tolist(),
             tokens=int(new.sum()),
             sequences=sequences,
             draft_seconds=drafted - started,
