@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from oasis_hf import geometry, ledger
-from oasis_hf.tiers import host
+from oasis_hf.tiers import pinned_store
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,6 +32,6 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     The first slab and the resident pool begin at 32 tokens, not hundreds, and are replaced too.
     """
     monkeypatch.setattr(geometry, "LEAST_TOKENS", 32)
-    monkeypatch.setattr(host, "LEAST_TOKENS", 32)
-    monkeypatch.setattr(host, "GROWTH_TOKENS", 64)
+    monkeypatch.setattr(pinned_store, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(pinned_store, "GROWTH_TOKENS", 64)
     monkeypatch.setattr(ledger, "GROWTH_TOKENS", 64)

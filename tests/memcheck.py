@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from oasis_hf.tiers import HostStore
+from oasis_hf.tiers import PinnedStore
 
 
 class OutOfBoundsError(AssertionError):
@@ -81,7 +81,7 @@ def memcheck() -> Iterator[_Checked]:
     operations, prepare, zeros = (
         interpreter._interpreter,
         interpreter.GridExecutor._init_args_hst,
-        HostStore._zeros,
+        PinnedStore._zeros,
     )
     checked = _Checked(operations)
 
@@ -97,10 +97,10 @@ def memcheck() -> Iterator[_Checked]:
 
     interpreter._interpreter = checked
     interpreter.GridExecutor._init_args_hst = prepared
-    HostStore._zeros = recorded  # type: ignore[method-assign]
+    PinnedStore._zeros = recorded  # type: ignore[method-assign]
     try:
         yield checked
     finally:
         interpreter._interpreter = operations
         interpreter.GridExecutor._init_args_hst = prepare
-        HostStore._zeros = zeros  # type: ignore[method-assign]
+        PinnedStore._zeros = zeros  # type: ignore[method-assign]

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 
 from oasis_hf import OasisCache, OasisConfigError, OasisUnsupportedError, tiny
 from oasis_hf.persistence import SavedCacheError
-from oasis_hf.tiers import host
-from oasis_hf.tiers.host import HostMemoryError
+from oasis_hf.tiers import limits
+from oasis_hf.tiers.limits import HostMemoryError
 
 
 def says(error: pytest.ExceptionInfo[BaseException], *parts: str) -> None:
@@ -321,7 +321,7 @@ def test_host_memory_that_cannot_hold_the_prompt(monkeypatch: pytest.MonkeyPatch
     cache = OasisCache(model, **FULL)
     ids, mask = left_padded([0, 7, 30], 60)
     with monkeypatch.context() as patch:
-        patch.setattr(host, "available_bytes", lambda: 400_000)
+        patch.setattr(limits, "available_bytes", lambda: 400_000)
         with pytest.raises(HostMemoryError) as error:
             forward(model, ids, cache, mask)
     # 3 sequences x (256 + 16) tokens x 2 heads x (16 + 16) numbers of 4 bytes fit for one layer.
@@ -351,7 +351,7 @@ def test_host_memory_that_runs_out_later(monkeypatch: pytest.MonkeyPatch) -> Non
     forward(model, ids, cache)
     forward(model, prompt(1, seed=9), cache)
     with monkeypatch.context() as patch:
-        patch.setattr(host, "available_bytes", lambda: 0)
+        patch.setattr(limits, "available_bytes", lambda: 0)
         for _ in range(2):
             with pytest.raises(HostMemoryError, match=r"0\.00 GB available"):
                 forward(model, prompt(1), cache)

@@ -149,7 +149,7 @@ def test_slabs_change_no_bit(engine: Engine, index: str, monkeypatch: pytest.Mon
     many = engine.driver(**SPARSE, index=index)
     outputs = talk(many, *size)
     assert len(many.layer.parts.store.slabs) > 2
-    monkeypatch.setattr("oasis_hf.tiers.host.GROWTH_TOKENS", 4096)
+    monkeypatch.setattr("oasis_hf.tiers.pinned_store.GROWTH_TOKENS", 4096)
     one = engine.driver(**SPARSE, index=index)
     assert all(torch.equal(a, b) for a, b in zip(outputs, talk(one, *size), strict=True))
     assert len(one.layer.parts.store.slabs) <= 2

@@ -32,8 +32,8 @@ from helpers import (
 from torch import Tensor
 
 from oasis_hf import OasisCache, OasisUnsupportedError, tiny
-from oasis_hf.tiers import HostStore, host
-from oasis_hf.tiers.host import HostMemoryError
+from oasis_hf.tiers import PinnedStore, limits
+from oasis_hf.tiers.limits import HostMemoryError
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -522,24 +522,24 @@ def test_growth_copies_the_history() -> None:
 def test_host_memory_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """ShadowKV #20: 180 GB are pinned, and the failure looks like one of the GPU."""
     taken: list[tuple[int, ...]] = []
-    take = HostStore._zeros
+    take = PinnedStore._zeros
 
-    def watch(self: HostStore, shape: tuple[int, ...]) -> Tensor:
+    def watch(self: PinnedStore, shape: tuple[int, ...]) -> Tensor:
         taken.append(shape)
         return take(self, shape)
 
-    monkeypatch.setattr(HostStore, "_zeros", watch)
+    monkeypatch.setattr(PinnedStore, "_zeros", watch)
     model = tiny_model("llama")
     cache = OasisCache(model, **FULL)
     # 192 tokens in three slabs, each with a spill block, 192 resident ones in 256 places, and their
     # index, which are on the host too here; enough for one of the two layers.
     token = 2 * (16 + 16) * 4
     one_layer = (3 * (64 + 16) + (256 + 16)) * token + 7 * 2 * (32 * 4 + 2 * 16 * 4)
-    monkeypatch.setattr(host, "available_bytes", lambda: int(1.5 * one_layer))
+    monkeypatch.setattr(limits, "available_bytes", lambda: int(1.5 * one_layer))
     with pytest.raises(HostMemoryError, match=r"needed .* 2 layers, .* available; use a shorter"):
         forward(model, prompt(180), cache)
     assert not taken
-    monkeypatch.setattr(host, "available_bytes", lambda: 2 * one_layer)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2 * one_layer)
     forward(model, prompt(180), cache)
     assert len(taken) == 6
 
@@ -547,13 +547,13 @@ def test_host_memory_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch)
 def test_draft_with_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang #23153: the host pool is allocated for the target and again for the draft."""
     built: list[int] = []
-    build = HostStore.__init__
+    build = PinnedStore.__init__
 
-    def watch(self: HostStore, *args: Any) -> None:
+    def watch(self: PinnedStore, *args: Any) -> None:
         built.append(1)
         build(self, *args)
 
-    monkeypatch.setattr(HostStore, "__init__", watch)
+    monkeypatch.setattr(PinnedStore, "__init__", watch)
     model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
     assert draft.config._attn_implementation == "oasis"
     cache = OasisCache(model, **FULL)

@@ -292,7 +292,7 @@ class Step:
         assert (taken <= live).all() and not (taken & self.below(score, least)).any()
         surely = live & self.below(least, score)
         assert (surely & before <= hits).all(), "what is wanted and resident is attended to"
-        above = torch.full_like(score, config.now_above)
+        above = torch.full_like(score, self.triton.now_above)
         assert not (now & self.below(score, above)).any()
         assert not (later & self.below(above, score)).any()
         missing = surely & ~before & ~now

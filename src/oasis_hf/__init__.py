@@ -13,9 +13,11 @@ from .cache import OasisCache
 from .config import OasisConfig, OasisConfigError
 from .handle import OasisUnsupportedError
 from .index import Index
+from .lookahead import Predictor
+from .misses import MissPolicy
 from .persistence import SavedCacheError
 from .stats import CacheStats
-from .tiers import HostMemoryError
+from .tiers import BlockStore, HostMemoryError, PinnedStore
 
 if _TYPE_CHECKING:
     from .conversation import Conversation
@@ -35,14 +37,18 @@ def __getattr__(name: str) -> _Any:
 
 
 __all__ = [
+    "BlockStore",
     "CacheStats",
     "Conversation",
     "HostMemoryError",
     "Index",
+    "MissPolicy",
     "OasisCache",
     "OasisConfig",
     "OasisConfigError",
     "OasisUnsupportedError",
+    "PinnedStore",
+    "Predictor",
     "SavedCacheError",
     "__version__",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .parts import LayerParts
-from .tiers import HostMemoryError, host
+from .tiers import HostMemoryError, limits
 from .tiers.limits import require
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _require(layers: Sequence[Rowwise], before: int, after: int) -> None:
                 needed += layer.parts.store.taken(size) if id(held) in slabs else size
     require(
         needed,
-        host.available_bytes(),
+        limits.available_bytes(),
         f"{after} sequences instead of {before} x {len(layers)} layers, while the old ones are "
         "still there",
         "use fewer rows, a shorter context or a machine with more memory; nothing has changed",

@@ -30,6 +30,7 @@ from .report import summarise
 from .runtime import ForwardHook
 from .stats import CacheStats
 from .support import build_layers
+from .tiers import store_class
 from .turns import Generate, Turn
 from .wrappers import served_model
 
@@ -580,9 +581,8 @@ def _config(options: dict[str, Any]) -> OasisConfig:
     config = OasisConfig(**options)
     index = index_class(config.index)
     group_tokens(index, config.block_tokens)
-    if not isinstance(config.on_miss, str) and (
-        not index.estimates_mass or config.reduction != "mean"
-    ):
+    store_class(config.store)
+    if config.misses.needs_shares and (not index.estimates_mass or config.reduction != "mean"):
         raise OasisConfigError(
             f"on_miss: got the threshold {config.on_miss}, but index {index.name!r} with reduction "
             f"{config.reduction!r} does not estimate shares of attention; use index='keys2bit' and "

@@ -1,10 +1,12 @@
 """The frozen, validated choices of an `OasisCache`."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .geometry import budgeted_blocks, capped_blocks
+from .lookahead import LRU, Predictor, predictor
+from .misses import MissPolicy, policy_of
 
 INDEX_NAMES = ("keys2bit", "minmax", "minmax8", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
@@ -43,12 +45,17 @@ class OasisConfig:
         reduction: how the query rows of a KV head are combined: "mean" of their softmax, or
             "max" of their logits (the paper's).
         on_miss: a wanted block that is not resident is skipped this step ("skip"), fetched before
-            attention ("fetch"), or fetched if its estimated share of attention exceeds a number.
+            attention ("fetch"), or fetched if its estimated share of attention exceeds a number;
+            or what a `MissPolicy` of yours says for each layer.
         fetch_cap: blocks fetched in the background per head and step, as a share of the budget, at
             least one; 0 for none; None for no limit; "auto" for what the link to host memory brings
             beside one step (see `oasis_hf.link`), which depends on the model, the batch and the
-            length. "auto" is 0.05 without CUDA kernels, and in a cache of a config alone. Means
-            nothing with on_miss="fetch".
+            length. "auto" is 0.05 without CUDA kernels, and in a cache of a config alone. With
+            on_miss="fetch" it counts for a predictor alone.
+        lookahead: what is fetched in the background, for the next step: the best of the blocks that
+            this step missed ("lru"), or those that a predictor asks for: "last", "rows", or a
+            `Predictor` of yours. A predictor scores all blocks once more in every step.
+        store: where the full K and V are kept: "pinned" (host memory), or a `BlockStore` subclass.
         dense_layers: layers that keep all K and V on the device and attend to everything.
         verification: the rows of a verification of drafts share one choice of blocks ("shared"), or
             each makes its own as plain decoding would ("exact"): slower, and with on_miss="fetch"
@@ -69,8 +76,10 @@ class OasisConfig:
     recent_tokens: int = 32
     index: Any = "keys2bit"
     reduction: str = "mean"
-    on_miss: str | float = "fetch"
+    on_miss: str | float | MissPolicy = "fetch"
     fetch_cap: str | float | None = "auto"
+    lookahead: Any = LRU
+    store: Any = "pinned"
     dense_layers: tuple[int, ...] = ()
     verification: str = "shared"
     max_rows: int = 32
@@ -155,12 +164,19 @@ class OasisConfig:
             if miss not in ("skip", "fetch"):
                 raise OasisConfigError(
                     f"on_miss: got {miss!r}, expected 'skip', 'fetch' or a share of attention "
-                    "between 0 and 1 such as 0.01"
+                    "between 0 and 1 such as 0.01, or a MissPolicy"
                 )
+        elif isinstance(miss, MissPolicy):
+            pass
         elif isinstance(miss, bool) or not isinstance(miss, int | float) or not 0 < miss < 1:
             raise OasisConfigError(
                 f"on_miss: got {miss!r}, expected 'skip', 'fetch' or a share of attention between "
-                "0 and 1 such as 0.01"
+                "0 and 1 such as 0.01, or a MissPolicy"
+            )
+        self._check_lookahead()
+        if self.store != "pinned" and not isinstance(self.store, type):
+            raise OasisConfigError(
+                f"store: got {self.store!r}, expected 'pinned' or a subclass of oasis_hf.BlockStore"
             )
         cap = self.fetch_cap
         if cap is not None and cap != "auto":
@@ -192,6 +208,22 @@ class OasisConfig:
                 raise OasisConfigError(
                     f"dense_layers: got {self.dense_layers!r}, expected layer numbers like (0, 1)"
                 )
+
+    def _check_lookahead(self) -> None:
+        chosen = self.lookahead
+        if chosen == LRU:
+            return
+        try:
+            found = chosen if isinstance(chosen, Predictor) else predictor(chosen)
+        except (ValueError, AttributeError) as error:
+            raise OasisConfigError(
+                f"lookahead: got {chosen!r}, expected {LRU!r}, 'last', 'rows' or a Predictor object"
+            ) from error
+        if found.needs is not None:
+            raise OasisConfigError(
+                f"lookahead: got {chosen!r}, which needs {found.needs}, and the cache does not "
+                "know it when a step ends; expected 'last', 'rows' or a Predictor of yours"
+            )
 
     def __repr__(self) -> str:
         values = {name: repr(getattr(self, name)) for name in self.fields()}
@@ -228,11 +260,22 @@ class OasisConfig:
         return capped_blocks(share, self.budget_blocks)
 
     @property
-    def now_above(self) -> float:
-        """Score above which a missing block is fetched before attention."""
-        if isinstance(self.on_miss, str):
-            return -math.inf if self.on_miss == "fetch" else math.inf
-        return self.on_miss
+    def misses(self) -> MissPolicy:
+        """What `on_miss` says."""
+        return policy_of(self.on_miss)
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What `lookahead` asks; None where it is the step's own misses."""
+        if self.lookahead == LRU:
+            return None
+        found = self.lookahead
+        return found if isinstance(found, Predictor) else predictor(found)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether anything is fetched in the background."""
+        return self.on_miss != "fetch" or self.lookahead != LRU
 
     @classmethod
     def fields(cls) -> tuple[str, ...]:
@@ -240,8 +283,10 @@ class OasisConfig:
         return tuple(cls.__dataclass_fields__)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, with the index by name."""
-        values = asdict(self)
-        values["index"] = self.index if isinstance(self.index, str) else self.index.name
+        """Plain values, with objects and classes by name."""
+        values = {name: getattr(self, name) for name in self.fields()}
+        for name in ("index", "lookahead", "store"):
+            values[name] = getattr(values[name], "name", values[name])
+        values["on_miss"] = getattr(self.on_miss, "name", self.on_miss)
         values["dense_layers"] = list(self.dense_layers)
         return values

@@ -22,7 +22,7 @@ from .handle import OasisUnsupportedError
 from .layer import OasisLayer
 from .parts import LayerParts
 from .streams import Beside
-from .tiers import HostStore, host
+from .tiers import BlockStore, limits
 from .tiers.limits import require
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ def _require(cache: OasisCache) -> None:
                 needed += sum(part.nbytes for part in others)
     require(
         needed,
-        host.available_bytes(),
+        limits.available_bytes(),
         f"a copy of a cache of {cache.ledger.columns} tokens",
         "use a shorter context, a smaller batch or a machine with more memory",
     )
 
 
-def _store(old: HostStore) -> HostStore:
+def _store(old: BlockStore) -> BlockStore:
     """A copy of host memory, whose addresses are other ones."""
     new = copy.copy(old)
     new.beside = Beside(old.beside.device)

@@ -37,6 +37,8 @@ class OasisLayer(CacheLayerMixin):
         allowance: what may be fetched in the background, shared by the cache's layers; by default
             what the config says without a link.
         ahead: reads earlier tokens ahead of their use, shared by the cache's layers.
+        now_above: score above which a missing block is fetched before attention; by default what
+            the config's policy says of this layer.
 
     Attributes:
         forward: the forward in progress.
@@ -59,6 +61,7 @@ class OasisLayer(CacheLayerMixin):
         store_layers: int = 1,
         allowance: Allowance | None = None,
         ahead: ReadAhead | None = None,
+        now_above: float | None = None,
     ) -> None:
         self._parts: LayerParts | None = None
         self._emptied = 0
@@ -66,6 +69,9 @@ class OasisLayer(CacheLayerMixin):
         self.allowance = Allowance(config) if allowance is None else allowance
         self.config, self.layer_idx, self.store_layers = config, layer_idx, store_layers
         self.ledger, self.leads = ledger, leads
+        if now_above is None:
+            now_above = config.misses.threshold(layer_idx, layer_idx + 1)
+        self.now_above = now_above
         self.recording = False
         self.forward: Forward | None = None
         self.following: OasisLayer | None = None
@@ -90,9 +96,8 @@ class OasisLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Build the parts for K `[B, H, T, Dk]` and V `[B, H, T, Dv]` like these."""
-        self.take_over(
-            LayerParts(self.config, key_states, value_states, self.store_layers, self.allowance)
-        )
+        shared = self.now_above, self.store_layers, self.allowance
+        self.take_over(LayerParts(self.config, key_states, value_states, *shared))
 
     def take_over(self, parts: LayerParts) -> None:
         """Be made of these parts from now on."""

@@ -114,7 +114,7 @@ class Cap:
 
 def stated(config: OasisConfig) -> Cap:
     """What a config says without a link; nothing is left to fetch where misses do not wait."""
-    return Cap(0 if config.on_miss == "fetch" else config.cap_blocks)
+    return Cap(config.cap_blocks if config.fetches_ahead else 0)
 
 
 class Reader(Protocol):
@@ -149,7 +149,7 @@ class Allowance:
 
     def __init__(self, config: OasisConfig, model: torch.nn.Module | None = None) -> None:
         self._stated = stated(config)
-        self._auto = config.fetch_cap == "auto" and config.on_miss != "fetch"
+        self._auto = config.fetch_cap == "auto" and config.fetches_ahead
         self._model = None if model is None else weakref.ref(model)
         # Layers hold this object: holding them in turn would leave their memory to the collector.
         self._layers: list[weakref.ref[Reader]] = []

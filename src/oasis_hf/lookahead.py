@@ -3,6 +3,7 @@
 A predictor sees a batch of finished *rounds*, each a step of decoding or a verification of drafts.
 Its scores are ranked like those of an index: the best blocks are fetched ahead. Whether that beats
 merely keeping the blocks that were used last is a question for measurement: `oasis-hf lookahead`.
+The cache asks the one that its option `lookahead` names.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+LRU = "lru"
+"""No predictor: the blocks that were used last stay."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,12 @@ class Rounds:
         width: T, the most rows and probes of a round.
         committed: `[B]` blocks in the store.
         match: `[B]` position of the token that followed the latest earlier occurrence of the newest
-            n-gram, -1 where there is none.
+            n-gram, -1 where there is none, or where nobody looked.
         block: tokens per block.
         rank: the index's score `[B, H, N]` of all blocks for rows `[B, T]` (bool).
         rank_layer: likewise for the next round's rows, with queries of the layer before; None for
             the first layer.
-        following: `[B, H, N]` the index's score in the next round.
+        following: `[B, H, N]` the index's score in the next round; None where that is to come.
     """
 
     rows: Tensor
@@ -44,7 +47,7 @@ class Rounds:
     block: int
     rank: Callable[[Tensor], Tensor]
     rank_layer: Callable[[], Tensor] | None
-    following: Tensor
+    following: Tensor | None
 
     @property
     def number(self) -> Tensor:
@@ -62,9 +65,13 @@ class Predictor(ABC):
 
     Attributes:
         name: identifies the predictor in commands and results.
+        needs: what of a round it needs that the cache does not know when a step ends, in words:
+            only recordings are then good enough. None for one that the cache can use. There all
+            rows of a verification count as accepted, as it is not known yet which are.
     """
 
     name: ClassVar[str]
+    needs: ClassVar[str | None] = None
 
     @abstractmethod
     def score(self, rounds: Rounds) -> Tensor:
@@ -95,6 +102,7 @@ class Past(Predictor):
     """Rejected rows: right positions, wrong tokens. The last accepted row where there are none."""
 
     name = "past"
+    needs = "what was rejected"
 
     def score(self, rounds: Rounds) -> Tensor:
         """As in `Predictor`."""
@@ -107,6 +115,7 @@ class Draft(Predictor):
     """Extra draft rows, fed to look ahead: OasisKV's choice. The last accepted row without any."""
 
     name = "draft"
+    needs = "rows fed to look ahead"
 
     def score(self, rounds: Rounds) -> Tensor:
         """As in `Predictor`."""
@@ -123,6 +132,7 @@ class Layer(Predictor):
     """
 
     name = "layer"
+    needs = "hidden states"
 
     def score(self, rounds: Rounds) -> Tensor:
         """As in `Predictor`."""
@@ -133,10 +143,12 @@ class NGram(Predictor):
     """Blocks around the place where the newest n-gram occurred before; no queries at all."""
 
     name = "ngram"
+    needs = "token ids"
     reach = 2
 
     def score(self, rounds: Rounds) -> Tensor:
         """As in `Predictor`."""
+        assert rounds.following is not None
         number = torch.arange(rounds.following.shape[-1], device=rounds.match.device)
         distance = (number[None] - rounds.match[:, None] // rounds.block).abs()
         near = (distance <= self.reach) & (rounds.match[:, None] >= 0)
@@ -149,9 +161,11 @@ class Oracle(Predictor):
     """What the next round will say. A bound: it needs the future."""
 
     name = "oracle"
+    needs = "the future"
 
     def score(self, rounds: Rounds) -> Tensor:
         """As in `Predictor`."""
+        assert rounds.following is not None
         number = torch.arange(rounds.following.shape[-1], device=rounds.committed.device)
         stored = number[None] < rounds.committed[:, None]
         return torch.where(stored[:, None], rounds.following, NEG_INF)
@@ -160,8 +174,11 @@ class Oracle(Predictor):
 class Union(Predictor):
     """The larger of several scores."""
 
+    name = "union"
+
     def __init__(self, parts: list[Predictor]) -> None:
         self.parts = parts
+        self.needs = next((part.needs for part in parts if part.needs), None)  # type: ignore[misc]
 
     def score(self, rounds: Rounds) -> Tensor:
         """As in `Predictor`."""

@@ -17,7 +17,7 @@ from .ops import Rules, choose_backend, kernels
 from .residency import Residency
 from .stats import LayerCounters
 from .streams import Beside
-from .tiers import HostStore, ResidentPool, Tail, host
+from .tiers import BlockStore, ResidentPool, Tail, limits, store_class
 from .tiers.limits import require
 
 _epochs = itertools.count(1)
@@ -39,6 +39,7 @@ class LayerParts:
         config: choices of the cache.
         key: K `[B, H, T, Dk]`, whose batch, heads, dims, dtype and device the parts have.
         value: V `[B, H, T, Dv]`, likewise.
+        now_above: score above which a missing block is fetched before attention.
         store_layers: layers from this one to the last, which take host memory together.
         allowance: what may be fetched in the background; shared by the layers of a cache.
 
@@ -56,11 +57,13 @@ class LayerParts:
         config: OasisConfig,
         key: Tensor,
         value: Tensor,
+        now_above: float,
         store_layers: int,
         allowance: Allowance,
     ) -> None:
         device = key.device
         self.config, self.store_layers, self.allowance = config, store_layers, allowance
+        self.now_above = now_above
         self.dtype, self.device = key.dtype, device
         self.batch_size, heads = key.shape[:2]
         index = index_class(config.index)
@@ -83,10 +86,12 @@ class LayerParts:
             flushes=ceil_div(config.max_rows, self.geometry.group),
             sinks=ceil_div(config.sink_tokens, self.geometry.block),
         )
-        self.backend, ops = choose_backend(config.backend, device), kernels("reference")
+        store = store_class(config.store)
+        self.backend = choose_backend(config.backend, device, store.addressable)
+        ops = kernels("reference")
         shape = (self.geometry, self.batch_size, self.dtype)
         self.frontier = Frontier(self.batch_size, device)
-        self.store = HostStore(*shape, device, self.backend)
+        self.store: BlockStore = store(*shape, device, self.backend)
         self.pool = ResidentPool(*shape, device, ops)
         self.tail = Tail(*shape, device, ops)
         self.residency = Residency(self.geometry, self.batch_size, device, ops, slots=0)
@@ -207,7 +212,7 @@ class LayerParts:
         need, slots = self._room_after(rows)
         require(
             self._growth_bytes(need, slots) * self.store_layers,
-            host.available_bytes(),
+            limits.available_bytes(),
             f"the full KV of {need} blocks x {self.batch_size} sequences x {self.store_layers} "
             "layers",
             "use a shorter context, a smaller batch or a machine with more memory",

@@ -19,6 +19,7 @@ from .identity import describe, difference
 from .index import INDEXES
 from .layer import OasisLayer
 from .ledger import Record
+from .lookahead import LRU, PREDICTORS
 from .native import DenseLayer
 from .placement import layer_devices
 from .savefile import DENSE, NATIVE, OFFLOADED, Saved, SavedCacheError, SavedFile, write
@@ -96,15 +97,29 @@ def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) ->
     if isinstance(model, torch.nn.Module):
         _check_model(file, model)
     chosen = file.head.options | options
-    if chosen["index"] not in INDEXES and "index" not in options:
-        raise SavedCacheError(
-            f"saved cache: its index {chosen['index']!r} is not built in; pass index=YourIndex"
-        )
+    _check_own(chosen, options)
     _check_layers(file, config, chosen["dense_layers"])
     saved = file.read()
     cache = cls(model, **chosen)
     _restore(cache, saved)
     return cache
+
+
+def _check_own(chosen: dict[str, Any], options: dict[str, Any]) -> None:
+    """Ask for classes and objects of a user's own, of which a file has the names only."""
+    own = {
+        "index": (INDEXES, "YourIndex"),
+        "store": (("pinned",), "YourStore"),
+        "lookahead": ((LRU, *PREDICTORS), "YourPredictor()"),
+        "on_miss": (("fetch", "skip"), "YourPolicy()"),
+    }
+    for name, (known, example) in own.items():
+        value = chosen.get(name)
+        first = value.split("+")[0] if isinstance(value, str) else None
+        if first is not None and first not in known and name not in options:
+            raise SavedCacheError(
+                f"saved cache: its {name} {value!r} is not built in; pass {name}={example}"
+            )
 
 
 def _check_layers(file: SavedFile, config: PreTrainedConfig, dense: Any) -> None:

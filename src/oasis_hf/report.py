@@ -23,7 +23,7 @@ def summarise(cache: OasisCache) -> CacheStats:
         counts = layer.parts.counters.read()
         for name, value in counts.items():
             sums[name] += value
-        block_bytes = layer.parts.geometry.block_bytes
+        block_bytes = layer.parts.store.block_bytes
         fetched += block_bytes * (counts["now"] + counts["later"] + counts["filled"])
         filled += block_bytes * counts["filled"]
     wanted = max(1, sums["wanted"])

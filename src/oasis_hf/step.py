@@ -5,11 +5,13 @@ Fixed shapes, and no wait for the device: a step can be captured in a CUDA graph
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .lookahead import Predictor, Rounds
 from .ops import LATER, NOW, AttentionSpec, Choice, Queries, Scores, kernels
 from .parts import LayerParts
 
@@ -20,6 +22,7 @@ class DecodeStep:
     Attributes:
         parts: of the layer.
         kernel: the index's kernels for the backend; None where it works in torch.
+        predictor: asked for what is fetched in the background; None: the step's own misses.
         plan: memory of the plan, which a fetch on the side stream may still read.
     """
 
@@ -27,6 +30,7 @@ class DecodeStep:
         self.parts = parts
         self.ops: Any = kernels(parts.backend)
         self.kernel = parts.index.kernel(parts.backend)
+        self.predictor = parts.config.predictor
         self._planned, self._epoch = False, 0
 
     def fit(self) -> None:
@@ -71,8 +75,7 @@ class DecodeStep:
         Returns:
             `[B, H, G, T, Dv]`.
         """
-        parts, ops, config = self.parts, self.ops, self.parts.config
-        cap = parts.cap.blocks
+        parts, ops, cap = self.parts, self.ops, self.parts.cap.blocks
         if self._planned:
             # Layers that share K and V attend in turn; the last fetches are hits of this one.
             parts.join()
@@ -85,15 +88,40 @@ class DecodeStep:
             self._plan(scores, fill, Choice(slots, float("-inf"), 0, fill=True))
             ops.fetch(parts, fill, NOW)
             parts.cold = False
-        self._plan(scores, self.plan, Choice(parts.wanted, config.now_above, cap))
-        if config.on_miss != "skip":
+        later = cap if self.predictor is None else 0
+        self._plan(scores, self.plan, Choice(parts.wanted, parts.now_above, later))
+        if parts.now_above < float("inf"):
             ops.fetch(parts, self.plan, NOW)
         out: Tensor = ops.attend(parts, self.plan, queries)
+        if cap and self.predictor is not None:
+            self._look_ahead(self.predictor, queries, cap)
         if cap:
             # For the next step, during the rest of the model's.
             with parts.beside.run() as used:
                 used.extend(ops.fetch(parts, self.plan, LATER))
         return out
+
+    def _look_ahead(self, predictor: Predictor, queries: Queries, cap: int) -> None:
+        """Plan the fetches that a predictor asks for; nothing of this step hangs on them."""
+        parts = self.parts
+        rows = (queries.positions >= 0).sum(1)
+        rounds = Rounds(
+            rows=rows,
+            accepted=(rows - 1).clamp(min=0),
+            probes=torch.zeros_like(rows),
+            width=queries.positions.shape[1],
+            committed=parts.frontier.committed // parts.rules.block,
+            match=torch.full_like(rows, -1),
+            block=parts.rules.block,
+            rank=lambda asked: self._score(
+                replace(queries, positions=torch.where(asked, queries.positions, -1))
+            ),
+            rank_layer=None,
+            following=None,
+        )
+        scores = self.ops.given(predictor.score(rounds), queries.positions)
+        choice = Choice(parts.wanted, float("inf"), cap, ahead=True)
+        self._plan(scores, self.plan, choice)
 
     def _plan(self, scores: Scores, plan: Any, choice: Choice) -> None:
         """Plan, at a time of its own."""
@@ -107,17 +135,18 @@ class DecodeStep:
         parts = self.parts
         if self.kernel is not None:
             return self.kernel.scan(self.ops, parts.index, parts, queries, parts.scanned)
-        if parts.covers:
-            score = self._all_blocks()
-        else:
-            torch_ops = kernels("reference")
-            scaled = queries.query.float() * queries.spec.scaling
-            mask = torch_ops.tail_mask(parts, queries.positions)
-            rest = torch_ops.tail_logsumexp(scaled, parts.tail.k, mask)
-            blocks = parts.frontier.committed // parts.geometry.block
-            score = parts.index.score(scaled.flatten(2, 3), blocks, rest)
+        score = self._all_blocks() if parts.covers else self._score(queries)
         given: Scores = self.ops.given(score, queries.positions)
         return given
+
+    def _score(self, queries: Queries) -> Tensor:
+        """The index's score `[B, H, N]` of every block, in torch."""
+        parts, torch_ops = self.parts, kernels("reference")
+        scaled = queries.query.float() * queries.spec.scaling
+        mask = torch_ops.tail_mask(parts, queries.positions)
+        rest = torch_ops.tail_logsumexp(scaled, parts.tail.k, mask)
+        blocks = parts.frontier.committed // parts.rules.block
+        return parts.index.score(scaled.flatten(2, 3), blocks, rest)
 
     def _all_blocks(self) -> Tensor:
         """Score `[B, H, C]` of a step that chooses every block there is."""

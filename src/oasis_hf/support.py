@@ -1,5 +1,6 @@
 """Which models the cache serves, and which cache layer each model layer gets."""
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -11,6 +12,7 @@ from .handle import BYPASS, OasisUnsupportedError
 from .layer import OasisLayer
 from .ledger import PaddingLedger
 from .link import Allowance
+from .misses import MissPolicy
 from .native import DenseLayer
 
 
@@ -90,9 +92,27 @@ def build_layers(
         leads = number == ours[0]
         if number in offloaded:
             left = len(offloaded) - offloaded.index(number)
-            layers[number] = OasisLayer(config, number, ledger, leads, left, allowance, ahead)
+            above = _threshold(config.misses, number, len(layers))
+            layers[number] = OasisLayer(
+                config, number, ledger, leads, left, allowance, ahead, above
+            )
         else:
             layers[number] = DenseLayer(number, ledger, leads)
     for number, after in zip(offloaded, [*offloaded[1:], None], strict=True):
         layers[number].following = None if after is None else layers[after]
     return layers
+
+
+def _threshold(policy: MissPolicy, number: int, layers: int) -> float:
+    """What a policy says of a layer.
+
+    Raises:
+        OasisConfigError: it is no number.
+    """
+    found = policy.threshold(number, layers)
+    if isinstance(found, bool) or not isinstance(found, int | float) or math.isnan(found):
+        raise OasisConfigError(
+            f"on_miss: policy {policy.name!r} gave {found!r} for layer {number}, expected a "
+            "number, -inf (wait for every missing block) or inf (for none)"
+        )
+    return found

@@ -29,7 +29,7 @@ from torch import Tensor
 from oasis_hf import OasisCache
 from oasis_hf.graphs import Dispatcher
 from oasis_hf.handle import OasisUnsupportedError
-from oasis_hf.tiers import HostMemoryError, host
+from oasis_hf.tiers import HostMemoryError, limits
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -230,7 +230,7 @@ def test_a_model_copied_with_its_cache_serves_the_copy() -> None:
 def test_no_copy_that_does_not_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = after_decoding()
     with monkeypatch.context() as patch:
-        patch.setattr(host, "available_bytes", lambda: 1000)
+        patch.setattr(limits, "available_bytes", lambda: 1000)
         with pytest.raises(HostMemoryError, match="a copy of a cache"):
             copy.deepcopy(cache)
     assert torch.equal(logits(model, copy.deepcopy(cache)), logits(model, cache))

@@ -30,7 +30,7 @@ from helpers import (
 )
 
 from oasis_hf import HostMemoryError, OasisCache
-from oasis_hf.tiers import host, limits, pinned
+from oasis_hf.tiers import limits, pinned
 
 GB = 10**9
 MACHINE = 512 * GB
@@ -231,8 +231,7 @@ def test_limit_of_the_process() -> None:
 def test_error_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(tmp_path, "version 2, full")
     room = limits.tightest(tmp_path)
-    for module in (host, limits):
-        monkeypatch.setattr(module, "tightest", lambda: room)
+    monkeypatch.setattr(limits, "tightest", lambda: room)
     with pytest.raises(HostMemoryError, match=r"0\.00 GB available under the limit memory\.max of"):
         forward(tiny_model("llama"), prompt(40), OasisCache(tiny_model("llama"), **FULL))
 
@@ -314,7 +313,7 @@ def test_larger_batch_is_refused_before_anything_is_changed(
     before, rows = cache.stats().as_dict(), len(OPERATIONS[name][1])
     with monkeypatch.context() as patch:
         # Enough for one new layer, but not for two beside the old ones.
-        patch.setattr(host, "available_bytes", lambda: before["host_bytes"] * rows // 3 - 1)
+        patch.setattr(limits, "available_bytes", lambda: before["host_bytes"] * rows // 3 - 1)
         asked = fail(patch, 100)
         with pytest.raises(HostMemoryError) as error:
             OPERATIONS[name][0](cache)
@@ -351,7 +350,7 @@ def test_batch_that_does_not_grow_needs_no_more_memory(
     cache, ids = read()
     operation, rows = OPERATIONS[name]
     with monkeypatch.context() as patch:
-        patch.setattr(host, "available_bytes", lambda: 0)
+        patch.setattr(limits, "available_bytes", lambda: 0)
         asked = fail(patch, after)
         operation(cache)
         assert bool(asked) == (name == "select")
@@ -463,7 +462,7 @@ def test_copies_that_do_not_fit(
     source, other = cache.offloaded[0], OasisCache(model, **FULL)
     history = source.history(source.parts.frontier.lengths.tolist())[:2]
     with monkeypatch.context() as patch:
-        patch.setattr(host, "available_bytes", lambda: cache.stats().host_bytes - 1)
+        patch.setattr(limits, "available_bytes", lambda: cache.stats().host_bytes - 1)
         asked = fail(patch, 100)
         with pytest.raises(HostMemoryError, match="x 3 sequences x 2 layers"):
             if operation == "fork":

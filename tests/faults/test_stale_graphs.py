@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("triton")
 
-from oasis_hf import OasisCache, graphs, parts
+from oasis_hf import OasisCache, graphs, parts, tiers
 from oasis_hf.graphs import Dispatcher, StepGraphs
 from oasis_hf.watch import ModelWatch
 
@@ -98,7 +98,7 @@ class Recycled:
         self.tail: Any = None
         recycled = self
 
-        class Store(parts.HostStore):
+        class Store(tiers.PinnedStore):
             def __new__(cls, *_: Any) -> Any:
                 if recycled.store is None:
                     recycled.store = super().__new__(cls)
@@ -111,7 +111,7 @@ class Recycled:
                     recycled.tail = self.k
                 self.k = recycled.tail.zero_()
 
-        monkeypatch.setattr(parts, "HostStore", Store)
+        monkeypatch.setattr(parts, "store_class", lambda name: Store)
         monkeypatch.setattr(parts, "Tail", Ring)
 
 

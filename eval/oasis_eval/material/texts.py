@@ -8,7 +8,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from oasis_hf.packaged import prose
+from oasis_hf import packaged
 
 AUSTEN = Path("/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb")
 
@@ -26,7 +26,7 @@ def read_text(source: str) -> str:
         ValueError: the file is not text in UTF-8, or holds none.
     """
     if source == "reference":
-        return prose()
+        return packaged.prose()
     if source == "austen":
         files = [_novels(AUSTEN)]
     elif source == "essays":

@@ -100,7 +100,7 @@ def replay(layer: Layer, config: OasisConfig) -> Replayed:
         score = torch.where(sink, float("inf"), score)
         if not step:
             residency.step(score, slots, float("-inf"), 0)
-        plan = residency.step(score, wanted, config.now_above, config.cap_blocks)
+        plan = residency.step(score, wanted, config.misses.threshold(0, 1), config.cap_blocks)
         share = logits.softmax(-1)
         mass = share[..., :stored].unflatten(-1, (-1, block)).sum(-1).mean(1)
         padded = torch.nn.functional.pad(mass, (0, index.capacity - mass.shape[-1]))

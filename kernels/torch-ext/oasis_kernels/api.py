@@ -90,12 +90,14 @@ class Choice:
             always.
         later: blocks per head that are fetched after it, at most.
         fill: whether this is the first fill of the pool after a prompt, to which nothing attends.
+        ahead: whether this is for the next step, and nothing attends to it either.
     """
 
     count: int
     now_above: float
     later: int
     fill: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

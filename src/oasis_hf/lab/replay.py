@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..geometry import LayerGeometry, capped_blocks
+from ..lookahead import LRU
 from ..residency import Residency
 from .scores import OPS, Scores
 
-LRU = "lru"
 """No lookahead: the residency as the cache has it."""
 
 

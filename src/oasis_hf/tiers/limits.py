@@ -225,3 +225,8 @@ def locked_limit() -> str:
         return "unknown"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e9:.2f} GB"
+
+
+def available_bytes() -> int:
+    """Host memory that can be taken without swapping, and without meeting a limit."""
+    return tightest().free

@@ -166,6 +166,8 @@ def plan(parts: Parts, scores: Scores, plan: Plan, choice: Choice) -> None:
     plan.step = step = choose(parts.residency, score, choice)
     if choice.fill:
         _count(parts.sums, filled=step.now >= 0)
+    elif choice.ahead:
+        _count(parts.sums, later=step.later >= 0)
     else:
         plan.attended = step.attended(parts.residency.slot_of_block.shape[2] - 1)
         _count(

@@ -122,6 +122,7 @@ def plan_step(
     cap: int,
     now_above: float,
     fill: bool = False,
+    ahead: bool = False,
 ) -> None:
     """Choose, compare, evict and list the fetches, in one kernel: see `plan.plan_kernel`."""
     pairs, rows, blocks = scores.logits.shape
@@ -152,7 +153,7 @@ def plan_step(
         Q=rows, T=scores.positions.shape[1], BLOCK=block, PER=scores.per_group,
         CANDIDATES=scores.chosen is not None, PP=pow2(programs, 1), CP=size, SP=pow2(slots),
         KP=pow2(count),
-        REDUCE_MAX=scores.ready, FILL=fill,
+        REDUCE_MAX=scores.ready, FILL=fill, AHEAD=ahead,
         num_warps=launch.plan_warps if size <= 2048 else launch.plan_warps_wide,
     )  # fmt: skip
 

@@ -104,7 +104,7 @@ def plan_kernel(
     Q: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr,
     CANDIDATES: tl.constexpr, PP: tl.constexpr, CP: tl.constexpr, SP: tl.constexpr,
     KP: tl.constexpr,
-    REDUCE_MAX: tl.constexpr, FILL: tl.constexpr,
+    REDUCE_MAX: tl.constexpr, FILL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Choose K of C candidate blocks, plan the moves, update the tables.
 
@@ -191,6 +191,8 @@ def plan_kernel(
         _list(later_list, first_later, later, i_later, bh, ids, given, CP)
     if FILL:
         tl.atomic_add(counters + 5, n_now.to(tl.int64))
+    elif AHEAD:
+        tl.atomic_add(counters + 3, n_later.to(tl.int64))
     else:
         use = hit | now
         used = n_hit + n_now

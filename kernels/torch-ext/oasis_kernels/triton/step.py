@@ -115,6 +115,7 @@ def plan(parts: Parts, scores: Scores, plan: Plan, choice: Choice) -> None:
         choice.later,
         choice.now_above,
         choice.fill,
+        choice.ahead,
     )
 
 

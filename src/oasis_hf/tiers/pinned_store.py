@@ -8,19 +8,15 @@ from torch import Tensor
 
 from ..geometry import GROWTH_TOKENS, LEAST_TOKENS, LayerGeometry, ceil_div
 from ..ops import kernels
-from ..streams import Beside, wait_for
-from .limits import HostMemoryError, tightest
+from ..streams import wait_for
+from .block_store import BlockStore
+from .limits import HostMemoryError
 from .pinned import pinned_bytes, pinned_empty
 
 MAX_SLABS = 4096
 
 
-def available_bytes() -> int:
-    """Host memory that can be taken without swapping, and without meeting a limit."""
-    return tightest().free
-
-
-class HostStore:
+class PinnedStore(BlockStore):
     """Blocks `[B, H, N, row]` of one layer, a block's keys then its values.
 
     Slab i covers blocks i * slab_blocks and on, so an address follows from a block number. Growing
@@ -30,11 +26,13 @@ class HostStore:
 
     Attributes:
         slabs: tensors `[B, H, slab_blocks + 1, row]` in host memory.
-        shared: whether others hold the same slabs, which must then stay as they are.
-        beside: writes that run on the side stream; whoever reads on the current stream joins first.
-        table: `[MAX_SLABS]` int64 addresses of the slabs on the device, where the device can reach
-            them; None elsewhere.
+
+    A subclass may keep a block as something else, by `stored_dtype`, `stored_elements`, `pack` and
+    `unpack`, and then says that it is not `addressable`.
     """
+
+    name = "pinned"
+    addressable = True
 
     def __init__(
         self,
@@ -44,13 +42,9 @@ class HostStore:
         device: torch.device,
         backend: str,
     ) -> None:
-        self.geometry, self.batch, self.dtype = geometry, batch, dtype
+        super().__init__(geometry, batch, dtype, device, backend)
         self.ops = kernels("reference")
-        self.slabs: list[Tensor] = []
-        self.shared = False
-        self.table: Tensor | None = None
-        self.beside = Beside(device)
-        if backend == "triton":
+        if backend == "triton" and self.addressable:
             self.table = torch.zeros(MAX_SLABS, dtype=torch.long, device=device)
 
     @property
@@ -87,7 +81,8 @@ class HostStore:
             return 0
         size, count = self._sizes(blocks)
         fresh = count - (len(self.slabs) if size == self.slab_blocks else 0)
-        return fresh * self.taken(self.geometry.store_bytes(self.batch, size + 1))
+        heads = self.geometry.kv_heads
+        return fresh * self.taken(self.batch * heads * (size + 1) * self.block_bytes)
 
     def ensure(self, blocks: int) -> None:
         """Grow to at least `blocks` blocks; the caller has checked the memory for it.
@@ -104,7 +99,7 @@ class HostStore:
                 f"context: got {blocks * block:,} tokens, expected at most "
                 f"{MAX_SLABS * size * block:,}, for which a store has room; use a shorter context"
             )
-        shape = (self.batch, self.geometry.kv_heads, size + 1, self.geometry.row)
+        shape = (self.batch, self.geometry.kv_heads, size + 1, self.stored_elements)
         kept = self.slabs if size == self.slab_blocks else []
         fresh = [self._zeros(shape) for _ in range(count - len(kept))]
         if self.slabs and not kept:
@@ -125,9 +120,9 @@ class HostStore:
         if self._pins:
             assert self.table is not None
             with torch.cuda.device(self.table.device):
-                return pinned_empty(shape, self.dtype)
+                return pinned_empty(shape, self.stored_dtype)
         try:
-            return torch.zeros(shape, dtype=self.dtype, device="cpu")
+            return torch.zeros(shape, dtype=self.stored_dtype, device="cpu")
         except RuntimeError as error:
             raise HostMemoryError(
                 f"host memory: a slab of {shape} could not be had ({error}); use a shorter context "
@@ -145,7 +140,23 @@ class HostStore:
             self.table[: len(slabs)] = torch.tensor(addresses, dtype=torch.long)
         self.slabs[:] = slabs
 
-    def _pack(self, k: Tensor, v: Tensor) -> Tensor:
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Type of a slab's elements."""
+        return self.dtype
+
+    @property
+    def stored_elements(self) -> int:
+        """Elements of one block in a slab."""
+        return self.geometry.row
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one head, as it is stored and moved."""
+        return self.stored_elements * self.stored_dtype.itemsize
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """Blocks k `[B', H, n, b, Dk]` and v as they are stored, `[B', H, n, stored_elements]`."""
         return torch.cat([k.flatten(3), v.flatten(3)], 3)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +173,7 @@ class HostStore:
             k: `[B, H, m, b, Dk]`; v: `[B, H, m, b, Dv]`.
             keep: `[B]` bool.
         """
-        rows = self._pack(k, v).to("cpu")
+        rows = self.pack(k, v).to("cpu")
         blocks, keep = blocks.to("cpu"), keep.to("cpu")
         for number, slab in enumerate(self.slabs):
             local = blocks - number * self.slab_blocks
@@ -210,7 +221,7 @@ class HostStore:
 
     def write_range(self, rows: slice, first: int, k: Tensor, v: Tensor) -> None:
         """Write consecutive blocks from `first` for some sequences: k `[B', H, n, b, Dk]`."""
-        packed = self._pack(k, v)
+        packed = self.pack(k, v)
         with self.beside.run(packed):
             for held, part in self._strips(rows, first, packed):
                 held.copy_(part, non_blocking=True)
@@ -218,8 +229,8 @@ class HostStore:
     def buffer(self, count: int) -> Tensor:
         """Memory on the device for `count` blocks of one sequence: `[1, H, count, row]`."""
         g = self.geometry
-        shape = (1, g.kv_heads, count, g.row)
-        return torch.empty(shape, dtype=self.dtype, device=self.beside.device)
+        shape = (1, g.kv_heads, count, self.stored_elements)
+        return torch.empty(shape, dtype=self.stored_dtype, device=self.beside.device)
 
     def read_into(self, row: int, packed: Tensor) -> None:
         """Read the first blocks of a sequence into `[1, H, n, row]`, on the current stream."""
