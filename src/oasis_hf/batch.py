@@ -10,17 +10,15 @@ it keeps the large ones. What other caches hold too stays as it is, and is copie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .ledger import PaddingLedger
 from .parts import LayerParts
 from .tiers import HostMemoryError, limits
 from .tiers.limits import require
-
-if TYPE_CHECKING:
-    from .cache import OasisCache
 
 Replacement = dict[int, Tensor]
 """New tensors by the `id` of those that they replace."""
@@ -181,31 +179,37 @@ class _Scratch:
         return kept
 
 
-def take_all(cache: OasisCache, rows: Tensor, native: Callable[[Any], None]) -> None:
+def take_all(
+    ours: Sequence[Rowwise],
+    others: Sequence[Any],
+    ledger: PaddingLedger,
+    rows: Tensor,
+    native: Callable[[Any], None],
+) -> None:
     """Give a whole cache the rows `[B']` of its batch, or leave it as it is.
 
     Args:
-        cache: the cache.
+        ours: the offloaded layers that hold anything.
+        others: all other layers.
+        ledger: of the cache.
         rows: numbers of present rows, on the CPU.
-        native: does the same to one of the layers that this package does not store.
+        native: does the same to one of the other layers.
     """
-    ours = cache.offloaded
-    others = [layer for layer in cache.layers if layer not in ours]
 
     def rest() -> None:
-        parts = [*others, cache.ledger]
+        parts = [*others, ledger]
         before = [_copied(part) for part in parts]
         try:
             for layer in others:
                 native(layer)
-            cache.ledger.map_batch(lambda t: t.index_select(0, rows.to(t.device)))
+            ledger.map_batch(lambda t: t.index_select(0, rows.to(t.device)))
         except BaseException:
             for part, state in zip(parts, before, strict=True):
                 vars(part).clear()
                 vars(part).update(state)
             raise
 
-    take([layer for layer in ours if layer.is_initialized], rows, rest)
+    take(ours, rows, rest)
 
 
 def _copied(part: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from . import batch, compat, persistence, rounds
-from .adapters import adapter_state
 from .ambient import kept_steady, uncompiled, without_gradient
 from .attention import NAME
-from .changes import Change, hide, native_state
+from .changes import hide
 from .config import OasisConfig, OasisConfigError
 from .copying import duplicate, refuse_pickle
-from .forward import Drafting, Forward, Hint, Kind, describe
+from .forward import Drafting, Kind
 from .graphs import Dispatcher, StepGraphs
 from .handle import OasisUnsupportedError
 from .index import group_tokens, index_class
@@ -28,29 +27,15 @@ from .link import Allowance
 from .native import DenseLayer
 from .report import summarise
 from .runtime import ForwardHook
+from .state import CacheState, native_state
 from .stats import CacheStats
 from .support import build_layers
 from .tiers import store_class
-from .turns import Generate, Turn
+from .turns import Generate
 from .wrappers import served_model
 
 
-@dataclass
-class Checkpoint:
-    """Where to return to if a forward breaks off.
-
-    Attributes:
-        columns: columns that it begins at.
-        native: attributes of each of Transformers' own layers.
-        changes: what was changed for it, before it began.
-    """
-
-    columns: int
-    native: dict[int, dict[str, Any]]
-    changes: list[Change] = field(default_factory=list)
-
-
-class OasisCache(compat.Cache):
+class OasisCache(CacheState):
     """A KV cache whose full contents live in host memory, attended to sparsely.
 
     ```python
@@ -76,7 +61,7 @@ class OasisCache(compat.Cache):
     """
 
     def __init__(self, model: torch.nn.Module | PreTrainedConfig, **options: Any) -> None:
-        self.oasis_config = _config(options)
+        config = _config(options)
         if isinstance(model, torch.nn.Module):
             model = served_model(model)
         model_config = model if isinstance(model, PreTrainedConfig) else _config_of(model)
@@ -87,38 +72,21 @@ class OasisCache(compat.Cache):
                 f"model.set_attn_implementation({NAME!r}) first, or load the model with "
                 f"attn_implementation={NAME!r}"
             )
-        self.model_config = model_config
-        self.ledger = PaddingLedger()
-        allowance = Allowance(
-            self.oasis_config, model if isinstance(model, torch.nn.Module) else None
-        )
-        layers = build_layers(model_config, self.oasis_config, self.ledger, allowance)
-        super().__init__(layers=layers)
-        self._ours = [n for n, x in enumerate(layers) if isinstance(x, OasisLayer | DenseLayer)]
-        self._recurrent = [n for n, x in enumerate(layers) if compat.is_linear(x)]
-        self._first = next(n for n, x in enumerate(layers) if hasattr(x, "update"))
-        self._checkpoint: Checkpoint | None = None
-        self.forward: Forward | None = None
-        self._drafting = Drafting.OFF
-        self._hint = Hint()
-        self.torn = False
-        # States of the model's adapters under which prompts were read.
-        self.read_with: set[tuple[Any, ...]] = set()
-        self.rounds = self.drafted = self.accepted = 0
-        self.hook: ForwardHook | None = None
-        self.turn: Turn | None = None
+        ledger = PaddingLedger()
+        module = model if isinstance(model, torch.nn.Module) else None
+        allowance = Allowance(config, module)
+        layers = build_layers(model_config, config, ledger, allowance)
+        super().__init__(config, model_config, layers, ledger, module)
         self.ledger.reconcile = weakref.WeakMethod(self._reconcile)
-        self.ledger.abandon = weakref.WeakMethod(self._abandon)
         self.graphs: StepGraphs | None = None
-        self._model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         if isinstance(model, torch.nn.Module):
             self.hook = ForwardHook(model, self)
             weakref.finalize(self, self.hook.remove)
             Generate.add(model, self)
             # Weights that are brought in for each forward have no address to capture.
-            if self.oasis_config.graphs and all(weight.is_cuda for weight in model.parameters()):
+            if config.graphs and all(weight.is_cuda for weight in model.parameters()):
                 self.graphs = Dispatcher.add(model, self)
-        elif self.oasis_config.prefill_chunk_size is not None:
+        elif config.prefill_chunk_size is not None:
             raise OasisConfigError(
                 "prefill_chunk_size: needs OasisCache(model, ...), got only a config; pass the "
                 "model, or prefill_chunk_size to generate"
@@ -166,156 +134,9 @@ class OasisCache(compat.Cache):
         held = super().update_recurrent_state(recurrent_states.detach(), *args, **kwargs)
         return without_gradient(held, recurrent_states)
 
-    def forget_gradients(self) -> None:
-        """Keep nothing that a finished forward would need for a gradient."""
-        for number in self._recurrent:
-            compat.detach_states(self.layers[number])
-
-    def _open(self) -> None:
-        """Begin a forward of a cache without a hook.
-
-        Raises:
-            OasisUnsupportedError: the last one broke off; it is undone.
-        """
-        self.forget_gradients()
-        if self._broken:
-            self._abandon()
-            raise OasisUnsupportedError(
-                "an earlier forward broke off part of the way; its tokens have been taken back, "
-                "call again"
-            )
-        self._checkpoint = self.checkpoint()
-
-    @property
-    def _broken(self) -> bool:
-        """Whether layers hold different numbers of tokens, after a forward that broke off."""
-        held = {
-            int(layer.get_seq_length())
-            for layer in self.layers
-            if not (compat.is_linear(layer) or compat.is_placeholder(layer))
-        }
-        return self._checkpoint is not None and held != {self.ledger.columns}
-
-    def settle(self) -> None:
-        """Undo what a forward that broke off has left, so that all parts hold the same tokens.
-
-        Raises:
-            OasisUnsupportedError: it cannot be undone in every layer.
-        """
-        if self.hook is not None:
-            self.hook.settle(self)
-        elif self._broken:
-            self._abandon()
-        self._check_whole()
-
-    def _abandon(self) -> None:
-        """Undo the forward in progress, where no hook does it."""
-        checkpoint, self._checkpoint = self._checkpoint, None
-        if self.hook is None and checkpoint is not None:
-            self.roll_back(checkpoint)
-
-    def _check_whole(self) -> None:
-        """Refuse to go on from a forward that broke off part of the way."""
-        held = {self.layers[number].columns for number in self._ours}
-        if self.torn or len(held) > 1:
-            raise OasisUnsupportedError(
-                "an earlier forward broke off part of the way, and its tokens cannot be taken back "
-                "from every layer; call cache.reset() and read the prompt again"
-            )
-
     def _reconcile(self, mask: Tensor) -> None:
         """Follow a mask `[B, columns]` bool that says something else of earlier columns."""
         hide(self, mask)
-
-    def checkpoint(self) -> Checkpoint:
-        """Where to return to if the next forward breaks off."""
-        native = native_state(self)
-        return Checkpoint(
-            self.ledger.columns, {n: x for n, x in native.items() if n not in self._ours}
-        )
-
-    @kept_steady
-    def roll_back(self, checkpoint: Checkpoint) -> None:
-        """Undo a forward that broke off, in every layer."""
-        columns = checkpoint.columns
-        self.torn = bool(self._recurrent)
-        for number, state in checkpoint.native.items():
-            vars(self.layers[number]).update(state)
-        self.ledger.remove(self.ledger.columns - columns)
-        if not columns and not checkpoint.changes:
-            # The next prompt may have another batch size.
-            self.ledger.reset()
-        real = self.ledger.real()
-        for layer in (self.layers[number] for number in self._ours):
-            if not columns and not checkpoint.changes:
-                layer.reset()
-            elif isinstance(layer, OasisLayer):
-                layer.roll_back(columns, None if real is None else real.sum(1).to(layer.device))
-            else:
-                layer.drop(layer.columns - columns, 0)
-        for change in reversed(checkpoint.changes):
-            change.undo(self)
-        self.forward = None
-        self.expect()
-
-    def next_forward(self, rows: int) -> Forward:
-        """What the forward of `rows` new tokens that comes next is, or the one in progress."""
-        seen, known = self.hook is not None and self.hook.active, self.forward
-        if known is not None and known.rows == rows and (seen or known.recorded):
-            return known
-        return self.describe(rows)
-
-    def describe(self, rows: int, keep: int = 0, **known: Any) -> Forward:
-        """What the next forward is, by what the cache knows and its caller; see `describe`.
-
-        Args:
-            rows: new columns.
-            keep: newest columns whose logits are wanted; 0 if that is not known.
-            **known: fields of the `Forward` that its caller knows.
-        """
-        config = self.oasis_config
-        made = describe(
-            self.ledger.columns,
-            rows,
-            self._drafting,
-            max_rows=config.max_rows,
-            exact=config.verification == "exact",
-            hint=self._hint,
-            keep=keep,
-        )
-        return replace(made, **known)
-
-    def begin(self, forward: Forward) -> None:
-        """Open a forward.
-
-        Raises:
-            HostMemoryError: its tokens do not fit; no layer has taken any.
-        """
-        if self.hook is not None and forward.dense and forward.rows > 1:
-            self.hook.notice(self, forward.rows)
-        if forward.dense and (model := self.model) is not None:
-            if not self.ledger.columns:
-                self.read_with.clear()
-            self.read_with.add(adapter_state(model))
-        self.forward, self._hint = forward, Hint()
-        if self._drafting is Drafting.ANNOUNCED and not (self.hook and self.hook.feeds_pieces):
-            self._drafting = Drafting.ON
-        for layer in self.offloaded[:1]:
-            layer.prompts.ahead.clear()
-        holding = [layer for layer in self.offloaded if layer.is_initialized]
-        # Layers grow together, and rarely.
-        if holding and not holding[0].parts.fits(forward.rows):
-            for layer in holding:
-                layer.parts.grow(forward.rows)
-
-    def expect(self, prompt: bool = False, agreed: bool = False) -> None:
-        """Say what is known of the next forward, until it ends; by default nothing.
-
-        Args:
-            prompt: it is a prompt, however short, where verifications are due.
-            agreed: its mask certainly says of earlier columns what was recorded.
-        """
-        self._hint = Hint(prompt, agreed)
 
     @uncompiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -340,16 +161,6 @@ class OasisCache(compat.Cache):
     def expect_drafts(self) -> None:
         """As `activate_past_recording`, where the prompt has been read: verifications follow."""
         self._record(Drafting.ON)
-
-    @property
-    def drafts_announced(self) -> bool:
-        """Whether the next forward is a prompt after which drafts come."""
-        return self._drafting is Drafting.ANNOUNCED
-
-    @property
-    def mask_agrees(self) -> bool:
-        """Whether the next forward's mask is known to say what was recorded."""
-        return self._hint.agreed
 
     def _record(self, drafting: Drafting) -> None:
         self._drafting = drafting
@@ -440,7 +251,7 @@ class OasisCache(compat.Cache):
         if (held := self._rows) is not None:
             rows = batch.chosen(held, beam_idx, "beam_idx")
             self._checkpoint = self.forward = None
-            batch.take_all(self, rows, lambda layer: layer.reorder_cache(rows))
+            self._take_all(rows, lambda layer: layer.reorder_cache(rows))
 
     @kept_steady
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -452,7 +263,7 @@ class OasisCache(compat.Cache):
         if (held := self._rows) is not None:
             rows = batch.repeated(held, repeats)
             self._checkpoint = self.forward = None
-            batch.take_all(self, rows, lambda layer: layer.batch_repeat_interleave(repeats))
+            self._take_all(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     @kept_steady
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -464,7 +275,12 @@ class OasisCache(compat.Cache):
         if (held := self._rows) is not None:
             rows = batch.chosen(held, indices, "indices")
             self._checkpoint = self.forward = None
-            batch.take_all(self, rows, lambda layer: layer.batch_select_indices(rows))
+            self._take_all(rows, lambda layer: layer.batch_select_indices(rows))
+
+    def _take_all(self, rows: Tensor, native: Callable[[Any], None]) -> None:
+        ours = [layer for layer in self.offloaded if layer.is_initialized]
+        others = [layer for layer in self.layers if layer not in self.offloaded]
+        batch.take_all(ours, others, self.ledger, rows, native)
 
     @property
     def _rows(self) -> int | None:
@@ -492,16 +308,6 @@ class OasisCache(compat.Cache):
                 layer.recording = False
 
     # ---- beyond the contract -------------------------------------------------------------------
-
-    @property
-    def offloaded(self) -> list[OasisLayer]:
-        """The offloaded layers."""
-        return [layer for layer in self.layers if isinstance(layer, OasisLayer)]
-
-    @property
-    def model(self) -> Any:
-        """The model that the cache serves, or None if it was built from a config."""
-        return None if self._model is None else self._model()
 
     @kept_steady
     def save(self, path: str | Path) -> None:

@@ -8,7 +8,7 @@ taken is kept until it is over.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from .compat import fills_window, is_sliding
 from .handle import OasisUnsupportedError
 from .layer import OasisLayer
 from .ledger import Record
-
-if TYPE_CHECKING:
-    from .cache import OasisCache
+from .state import CacheState, native_state
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Change:
     native: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @kept_steady
-    def undo(self, cache: OasisCache) -> None:
+    def undo(self, cache: CacheState) -> None:
         """Put everything back."""
         for number, attributes in self.native.items():
             vars(cache.layers[number]).update(attributes)
@@ -51,19 +49,7 @@ class Change:
         cache.ledger.restore(self.record)
 
 
-def native_state(cache: OasisCache) -> dict[int, dict[str, Any]]:
-    """Attributes of every layer that is not offloaded.
-
-    Their updates replace tensors; a recurrent state alone is changed in place.
-    """
-    return {
-        number: dict(vars(layer))
-        for number, layer in enumerate(cache.layers)
-        if not isinstance(layer, OasisLayer)
-    }
-
-
-def _holding(cache: OasisCache) -> dict[int, OasisLayer]:
+def _holding(cache: CacheState) -> dict[int, OasisLayer]:
     return {
         number: layer
         for number, layer in enumerate(cache.layers)
@@ -72,7 +58,7 @@ def _holding(cache: OasisCache) -> dict[int, OasisLayer]:
 
 
 @kept_steady
-def shorten(cache: OasisCache, columns: int) -> Change:
+def shorten(cache: CacheState, columns: int) -> Change:
     """Keep the first columns only.
 
     Raises:
@@ -104,7 +90,7 @@ def shorten(cache: OasisCache, columns: int) -> Change:
 
 
 @kept_steady
-def hide(cache: OasisCache, mask: Tensor) -> Change:
+def hide(cache: CacheState, mask: Tensor) -> Change:
     """Take out the tokens of columns that a mask `[B, columns]` bool leaves out.
 
     Tokens before the first of them stay where they are. Of those after it the ones that the mask

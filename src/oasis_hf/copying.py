@@ -13,7 +13,7 @@ import operator
 import weakref
 from collections.abc import Collection
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,19 +21,19 @@ from torch import Tensor
 from .handle import OasisUnsupportedError
 from .layer import OasisLayer
 from .parts import LayerParts
+from .state import CacheState
 from .streams import Beside
 from .tiers import BlockStore, limits
 from .tiers.limits import require
 
-if TYPE_CHECKING:
-    from .cache import OasisCache
+C = TypeVar("C", bound=CacheState)
 
 BUILT = {"layers", "hook", "graphs", "turn", "model_config", "oasis_config"}
 """Attributes of a cache that a copy makes for itself."""
 
 
 @torch.no_grad()
-def duplicate(cache: OasisCache, memo: dict[int, Any]) -> OasisCache:
+def duplicate(cache: C, memo: dict[int, Any]) -> C:
     """A copy of a cache that goes on exactly as the cache would, and independently.
 
     It serves the same model, or the model's copy where both are copied together and the model
@@ -92,7 +92,7 @@ def _take_over(new: Any, old: Any, memo: dict[int, Any], but: Collection[str] = 
             vars(new)[name] = twin(value, memo)
 
 
-def _require(cache: OasisCache) -> None:
+def _require(cache: CacheState) -> None:
     """Check the host memory for everything that is in host memory, before any is taken."""
     needed = 0
     for layer in cache.offloaded:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,10 @@ from .handle import OasisUnsupportedError
 from .index import built_in
 from .native import DenseLayer
 from .stand_in import StandIn
+from .state import CacheState
 from .streams import whole_device
 from .watch import ModelWatch
 from .wrappers import is_compiled
-
-if TYPE_CHECKING:
-    from .cache import OasisCache
 
 PLAIN = (
     *CACHE_KWARGS,
@@ -82,7 +80,7 @@ class Dispatcher(StandIn):
             return graphs(self._original, kwargs)
 
     @classmethod
-    def add(cls, model: torch.nn.Module, cache: OasisCache) -> StepGraphs:
+    def add(cls, model: torch.nn.Module, cache: CacheState) -> StepGraphs:
         """Serve `cache` too."""
         dispatcher = cls.in_front_of(model)
         graphs = StepGraphs(cache, model, dispatcher)
@@ -126,7 +124,7 @@ class StepGraphs:
         fused: decoder layers compiled into the graphs.
     """
 
-    def __init__(self, cache: OasisCache, model: torch.nn.Module, dispatcher: Dispatcher) -> None:
+    def __init__(self, cache: CacheState, model: torch.nn.Module, dispatcher: Dispatcher) -> None:
         self._cache, self._model = weakref.ref(cache), weakref.ref(model)
         self._dispatcher = dispatcher
         self._watch = ModelWatch(model)
@@ -175,7 +173,7 @@ class StepGraphs:
         with steady():
             return self._step(cache, forward, kwargs, ids)
 
-    def _step(self, cache: OasisCache, forward: Any, kwargs: dict[str, Any], ids: Tensor) -> Any:
+    def _step(self, cache: CacheState, forward: Any, kwargs: dict[str, Any], ids: Tensor) -> Any:
         """Serve a step by a graph, after an eager one of its kind."""
         self._look(thoroughly=False)
         mask, rows = kwargs.get("attention_mask"), ids.shape[1]
@@ -212,7 +210,7 @@ class StepGraphs:
 
     def _key(
         self,
-        cache: OasisCache,
+        cache: CacheState,
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None,
@@ -229,7 +227,7 @@ class StepGraphs:
             (kwargs.get("logits_to_keep", 0), ambient, torch.is_inference_mode_enabled()),
         )
 
-    def _obstacle(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
+    def _obstacle(self, cache: CacheState, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
         """Why this step cannot be a graph, or None."""
         if any(value is not None and name not in PLAIN for name, value in kwargs.items()):
             return "the call has unusual arguments"
@@ -267,7 +265,7 @@ class StepGraphs:
             return "the capacity grows"
         return None
 
-    def _compiling(self, cache: OasisCache) -> AbstractContextManager[None]:
+    def _compiling(self, cache: CacheState) -> AbstractContextManager[None]:
         """Where a step is made ready for a graph: with compiled layers, if they were asked for."""
         model = self._model()
         if not cache.oasis_config.compile or model is None:
@@ -280,7 +278,7 @@ class StepGraphs:
             self._watch.look()
         return self._fused.active()
 
-    def _positions(self, cache: OasisCache, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _positions(self, cache: CacheState, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
         given = kwargs.get("position_ids")
         if given is not None:
             return given
@@ -289,7 +287,7 @@ class StepGraphs:
 
     def _call(
         self,
-        cache: OasisCache,
+        cache: CacheState,
         forward: Any,
         kwargs: dict[str, Any],
         entry: _Entry,
@@ -305,7 +303,7 @@ class StepGraphs:
 
     def _capture(
         self,
-        cache: OasisCache,
+        cache: CacheState,
         forward: Any,
         kwargs: dict[str, Any],
         entry: _Entry,

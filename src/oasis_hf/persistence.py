@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -23,13 +24,13 @@ from .lookahead import LRU, PREDICTORS
 from .native import DenseLayer
 from .placement import layer_devices
 from .savefile import DENSE, NATIVE, OFFLOADED, Saved, SavedCacheError, SavedFile, write
+from .state import CacheState
 from .wrappers import served_model
 
-if TYPE_CHECKING:
-    from .cache import OasisCache
+C = TypeVar("C", bound=CacheState)
 
 
-def save(cache: OasisCache, path: str | Path) -> None:
+def save(cache: CacheState, path: str | Path) -> None:
     """Write the cache to one safetensors file; see `OasisCache.save`."""
     cache.settle()
     model = cache.model
@@ -77,7 +78,7 @@ def save(cache: OasisCache, path: str | Path) -> None:
     write(saved, path)
 
 
-def load(cls: type[OasisCache], path: str | Path, model: Any, **options: Any) -> OasisCache:
+def load(cls: Callable[..., C], path: str | Path, model: Any, **options: Any) -> C:
     """Read a cache for `model`; `options` override the saved ones.
 
     Raises:
@@ -188,7 +189,7 @@ def _adapters(model: Fingerprint) -> str:
     return f"adapters {', '.join(model.adapter_names) or 'none'} (in effect: {model.adapters})"
 
 
-def _restore(cache: OasisCache, saved: Saved) -> None:
+def _restore(cache: CacheState, saved: Saved) -> None:
     """Fill an empty cache."""
     model, count = cache.model, len(cache.layers)
     places = [torch.device("cpu")] * count if model is None else layer_devices(model, count)
@@ -215,7 +216,7 @@ def _restore(cache: OasisCache, saved: Saved) -> None:
 
 
 @torch.no_grad()
-def fork(cache: OasisCache, **options: Any) -> OasisCache:
+def fork(cache: C, **options: Any) -> C:
     """An independent cache with the same contents; `options` may change anything but the model.
 
     A prompt is read once and then continued under several budgets, indexes or policies.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .link import stated
+from .state import CacheState
 from .stats import COUNTS, CacheStats
 
-if TYPE_CHECKING:
-    from .cache import OasisCache
 
-
-def summarise(cache: OasisCache) -> CacheStats:
+def summarise(cache: CacheState) -> CacheStats:
     """Read every counter of `cache`; waits for the device."""
     config = cache.oasis_config
     layers = [layer for layer in cache.offloaded if layer.is_initialized]
@@ -78,7 +76,7 @@ def _bytes(layer: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _note(cache: OasisCache, steps: int, fast: int, full: int) -> str:
+def _note(cache: CacheState, steps: int, fast: int, full: int) -> str:
     """What a reader should know first, in one sentence."""
     budget, context = cache.oasis_config.budget_tokens, cache.ledger.columns
     if not context:

@@ -6,7 +6,7 @@ the tokens of layers that stay on the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from .columns import shift_layer
 from .compat import Cache
 from .layer import OasisLayer
 from .native import DenseLayer
-
-if TYPE_CHECKING:
-    from .cache import OasisCache
+from .state import CacheState
 
 
 def movable(layer: Any) -> bool:
@@ -72,7 +70,7 @@ def _offloaded(cache: Cache) -> list[OasisLayer]:
     return [layer for layer in cache.layers if isinstance(layer, OasisLayer)]
 
 
-def check(cache: OasisCache, rows: int, kept: Tensor, offered: Tensor, columns: int) -> None:
+def check(cache: CacheState, rows: int, kept: Tensor, offered: Tensor, columns: int) -> None:
     """Refuse a commit that does not fit, before anything is changed.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from .compat import cache_of, withholds_cache
 from .forward import Kind
 from .handle import WITHHELD, OasisUnsupportedError, never_attended, take_pending
 from .pieces import columns_of, given_rows, obstacles, piece_of
-
-if TYPE_CHECKING:
-    from .cache import Checkpoint, OasisCache
+from .state import CacheState, Checkpoint
 
 
 class ForwardHook:
@@ -35,7 +33,7 @@ class ForwardHook:
     # collected at any moment of it: no hook leaves the table then.
     _late: ClassVar[list[ForwardHook]] = []
 
-    def __init__(self, model: torch.nn.Module, cache: OasisCache) -> None:
+    def __init__(self, model: torch.nn.Module, cache: CacheState) -> None:
         self._remove_late()
         self._cache = weakref.ref(cache)
         self.feeds_pieces = False
@@ -64,7 +62,7 @@ class ForwardHook:
         """Whether a forward that these hooks have seen is in progress."""
         return self.feeds_pieces or self._checkpoint is not None
 
-    def notice(self, cache: OasisCache, rows: int) -> None:
+    def notice(self, cache: CacheState, rows: int) -> None:
         """Warn of a prompt that reaches the cache past these hooks, and is not cut."""
         size = cache.oasis_config.prefill_chunk_size
         if not self.active and size is not None and rows > size:
@@ -99,13 +97,13 @@ class ForwardHook:
         if missed is not None and output is not None:
             raise never_attended(missed)
 
-    def _undo(self, cache: OasisCache) -> None:
+    def _undo(self, cache: CacheState) -> None:
         """Undo the forward in progress, if it broke off."""
         if self._checkpoint is not None:
             cache.roll_back(self._checkpoint)
         self._checkpoint = None
 
-    def settle(self, cache: OasisCache) -> None:
+    def settle(self, cache: CacheState) -> None:
         """Undo a forward that an interrupt broke off; between forwards, nothing is to be done."""
         if not self.feeds_pieces:
             self._undo(cache)
@@ -163,18 +161,18 @@ class ForwardHook:
             self._announce(cache, kwargs, keep)
         return args, kwargs
 
-    def _announce(self, cache: OasisCache, kwargs: dict[str, Any], keep: int, **known: Any) -> None:
+    def _announce(self, cache: CacheState, kwargs: dict[str, Any], keep: int, **known: Any) -> None:
         """Tell the cache what the forward that begins now is; its mask has been looked at."""
         known |= {"ids": kwargs.get("input_ids"), "agreed": True}
         cache.forward = cache.describe(given_rows(kwargs) or 0, keep, **known)
 
-    def _change(self, cache: OasisCache, change: Change) -> None:
+    def _change(self, cache: CacheState, change: Change) -> None:
         """Take note of a change that is undone if the forward breaks off."""
         assert self._checkpoint is not None
         self._checkpoint.changes.append(change)
         self._checkpoint.columns = cache.ledger.columns
 
-    def _follow(self, cache: OasisCache, kwargs: dict[str, Any]) -> None:
+    def _follow(self, cache: CacheState, kwargs: dict[str, Any]) -> None:
         """Check what the mask says of columns that are held, and follow it.
 
         Within one call of `generate` masks only grow, so only the first one is looked at: that
@@ -203,7 +201,7 @@ class ForwardHook:
                 self._checkpoint = None
             raise
 
-    def _drop_cached(self, cache: OasisCache, kwargs: dict[str, Any], keep: int) -> None:
+    def _drop_cached(self, cache: CacheState, kwargs: dict[str, Any], keep: int) -> None:
         """Remove leading tokens that the cache holds already.
 
         Only `generate` feeds tokens again, and it always says where they belong. A call by hand
@@ -231,7 +229,7 @@ class ForwardHook:
         kwargs.update(columns_of(kwargs, again))
 
     def _feed_pieces(
-        self, model: torch.nn.Module, cache: OasisCache, kwargs: dict[str, Any], keep: int
+        self, model: torch.nn.Module, cache: CacheState, kwargs: dict[str, Any], keep: int
     ) -> bool:
         """Run all of a long prompt but its last piece, which keeps the rows whose logits count.
 

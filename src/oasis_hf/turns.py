@@ -11,16 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .changes import Change, shorten
 from .compat import cache_of
 from .stand_in import StandIn
-
-if TYPE_CHECKING:
-    from .cache import OasisCache
+from .state import CacheState
 
 
 class Turn:
@@ -40,7 +38,7 @@ class Turn:
 
 
 def align(
-    cache: OasisCache, ids: Tensor | None, mask: Tensor | None, *, expected: bool = False
+    cache: CacheState, ids: Tensor | None, mask: Tensor | None, *, expected: bool = False
 ) -> Change | None:
     """Take back what the cache holds beyond its common beginning with a text.
 
@@ -86,7 +84,7 @@ def align(
 
 
 @contextmanager
-def turn(cache: OasisCache, ids: Tensor | None, mask: Tensor | None) -> Iterator[None]:
+def turn(cache: CacheState, ids: Tensor | None, mask: Tensor | None) -> Iterator[None]:
     """One call of `generate`: the cache is as before if it fails before a forward has run."""
     if cache.turn is not None:
         yield
@@ -108,7 +106,7 @@ class Generate(StandIn):
     method = "generate"
 
     @classmethod
-    def add(cls, model: Any, cache: OasisCache) -> None:
+    def add(cls, model: Any, cache: CacheState) -> None:
         """Watch over the turns of `cache` too."""
         if callable(getattr(model, cls.method, None)):
             cls.in_front_of(model).serve(cache, None)

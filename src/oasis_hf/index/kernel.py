@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..ops import Parts, Queries, Scores
-
-if TYPE_CHECKING:
-    from .base import Index
 
 
 class IndexKernel(ABC):
@@ -24,12 +21,12 @@ class IndexKernel(ABC):
     form: ClassVar[str | None] = None
 
     @abstractmethod
-    def scan(self, ops: Any, index: Index, parts: Parts, queries: Queries, blocks: int) -> Scores:
+    def scan(self, ops: Any, index: Any, parts: Parts, queries: Queries, blocks: int) -> Scores:
         """Score blocks, with fixed shapes and without waiting for the device.
 
         Args:
             ops: the backend, whose launches may be used.
-            index: whose `arrays` are scanned.
+            index: the `Index` whose `arrays` are scanned.
             parts: of the layer.
             queries: of the step; rows are combined by the mean of their shares.
             blocks: that hold tokens, rounded up; those after them need not be looked at.

@@ -28,7 +28,7 @@ class Keys2BitKernel(IndexKernel):
 
     form = "keys2bit"
 
-    def scan(self, ops: Any, index: Index, parts: Parts, queries: Queries, blocks: int) -> Scores:
+    def scan(self, ops: Any, index: Any, parts: Parts, queries: Queries, blocks: int) -> Scores:
         """As in `IndexKernel`."""
         rules, committed, arrays = parts.rules, parts.frontier.committed, index.arrays
         query, positions = queries.query.contiguous().flatten(2, 3), queries.positions

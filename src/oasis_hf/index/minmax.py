@@ -14,7 +14,7 @@ class BoundsKernel(IndexKernel):
 
     form = "bounds"
 
-    def scan(self, ops: Any, index: Index, parts: Parts, queries: Queries, blocks: int) -> Scores:
+    def scan(self, ops: Any, index: Any, parts: Parts, queries: Queries, blocks: int) -> Scores:
         """As in `IndexKernel`."""
         scores: Scores = ops.bounds(
             queries.query.contiguous().flatten(2, 3),
