@@ -44,7 +44,8 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 GPU_RUN := PYTHONPATH=src:kernels/torch-ext PYTHONUNBUFFERED=1 $(GPU_PYTHON)
 # What runs on both engines, and what only a GPU can show.
 GPU_TESTS := tests/test_triton_engine.py tests/test_verification.py tests/test_invariants.py \
-	tests/test_random_operations.py tests/test_dialogues.py $(wildcard tests/test_gpu*.py)
+	tests/test_random_operations.py tests/test_dialogues.py tests/test_extensions.py \
+	tests/faults/test_shared_layers.py $(wildcard tests/test_gpu*.py)
 # Two test processes on two cores: more threads in each would only take turns.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 

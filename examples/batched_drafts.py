@@ -14,10 +14,10 @@ import argparse
 import time
 
 from oasis_hf import OasisCache
+from oasis_hf.facts.threads import bound_threads
 from oasis_hf.generation import Speculation, generate
-from oasis_hf.needle import needle_prompt
-from oasis_hf.packaged import load, prose, smollm2
-from oasis_hf.threads import bound_threads
+from oasis_hf.tools.needle import needle_prompt
+from oasis_hf.tools.packaged import load, prose, smollm2
 
 QUESTIONS = (("Vienna", 48153, 0.2), ("Lisbon", 73920, 0.5), ("Oslo", 26481, 0.8))
 

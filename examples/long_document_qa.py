@@ -16,9 +16,9 @@ from pathlib import Path
 from transformers import TextStreamer
 
 from oasis_hf import Conversation
-from oasis_hf.needle import Needle
-from oasis_hf.packaged import load, prose, smollm2
-from oasis_hf.threads import bound_threads
+from oasis_hf.facts.threads import bound_threads
+from oasis_hf.tools.needle import Needle
+from oasis_hf.tools.packaged import load, prose, smollm2
 
 FACTS = [Needle("Vienna", 48153, depth=0.3), Needle("Oslo", 73920, depth=0.7)]
 

@@ -26,8 +26,8 @@ import argparse
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oasis_hf import OasisCache
-from oasis_hf.packaged import fast_cpu_dtype, prose, smollm2
-from oasis_hf.threads import bound_threads
+from oasis_hf.facts.threads import bound_threads
+from oasis_hf.tools.packaged import fast_cpu_dtype, prose, smollm2
 
 
 def main(arguments: list[str] | None = None) -> None:

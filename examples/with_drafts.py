@@ -18,9 +18,9 @@ import argparse
 import time
 
 from oasis_hf import OasisCache
-from oasis_hf.needle import needle_prompt
-from oasis_hf.packaged import load, prose, smollm2
-from oasis_hf.threads import bound_threads
+from oasis_hf.facts.threads import bound_threads
+from oasis_hf.tools.needle import needle_prompt
+from oasis_hf.tools.packaged import load, prose, smollm2
 
 
 def main(arguments: list[str] | None = None) -> None:

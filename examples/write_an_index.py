@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from oasis_hf import Index, OasisCache
-from oasis_hf.compat import cache_kwarg
-from oasis_hf.needle import needle_prompt
-from oasis_hf.packaged import load, prose, smollm2
-from oasis_hf.threads import bound_threads
+from oasis_hf.facts.compat import cache_kwarg
+from oasis_hf.facts.threads import bound_threads
+from oasis_hf.tools.needle import needle_prompt
+from oasis_hf.tools.packaged import load, prose, smollm2
 
 
 class MeanSpreadIndex(Index):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from oasis_hf.bench import overlap
-from oasis_hf.bench.plan import ROOM
+from oasis_hf.tools.bench import overlap
+from oasis_hf.tools.bench.plan import ROOM
 
 BASE = {"budget": 2048, "index": "keys2bit", "on_miss": "skip", "fetch_cap": 0.05}
 

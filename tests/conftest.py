@@ -14,8 +14,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from oasis_hf import geometry, ledger
-from oasis_hf.tiers import pinned_store
+from oasis_hf import geometry
+from oasis_hf.layers import ledger
+from oasis_hf.storage import pinned_store
 
 
 @pytest.fixture(scope="session", autouse=True)

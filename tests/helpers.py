@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from oasis_hf import OasisCache
-from oasis_hf.attention import oasis_attention, oasis_mask
+from oasis_hf.integration.attention import oasis_attention, oasis_mask
 
 VOCABULARY = 128
 PROMPT = 180

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from oasis_hf.tiers import PinnedStore
+from oasis_hf.storage import PinnedStore
 
 
 class OutOfBoundsError(AssertionError):

@@ -24,10 +24,11 @@ from helpers import (
 )
 from safetensors.torch import save_file
 
-from oasis_hf import OasisCache, OasisConfigError, OasisUnsupportedError, tiny
-from oasis_hf.persistence import SavedCacheError
-from oasis_hf.tiers import limits
-from oasis_hf.tiers.limits import HostMemoryError
+from oasis_hf import OasisCache, OasisConfigError, OasisUnsupportedError
+from oasis_hf.saving.persistence import SavedCacheError
+from oasis_hf.storage import limits
+from oasis_hf.storage.limits import HostMemoryError
+from oasis_hf.tools import tiny
 
 
 def says(error: pytest.ExceptionInfo[BaseException], *parts: str) -> None:

@@ -15,17 +15,17 @@ from helpers import prompt, tiny_model
 from typer.testing import CliRunner
 
 from oasis_hf import OasisCache
-from oasis_hf.bench import Case, Choices, arms, overlap, plan, profiling, prompts, workload
-from oasis_hf.bench.drafts import LookupRounds, SetRounds, draft_rounds, kept_tokens, script
-from oasis_hf.bench.memory import piece, predicted_bytes, predicted_piece_bytes
-from oasis_hf.bench.plan import ARMS, FITS, ROOM, SIZES
 from oasis_hf.cli import app
 from oasis_hf.cli.bench import line
-from oasis_hf.compat import weight_bytes
+from oasis_hf.facts.compat import weight_bytes
 from oasis_hf.generation.drafting import PromptLookup
 from oasis_hf.generation.text import Text
+from oasis_hf.tools.bench import Case, Choices, arms, overlap, plan, profiling, prompts, workload
+from oasis_hf.tools.bench.drafts import LookupRounds, SetRounds, draft_rounds, kept_tokens, script
+from oasis_hf.tools.bench.memory import piece, predicted_bytes, predicted_piece_bytes
+from oasis_hf.tools.bench.plan import ARMS, FITS, ROOM, SIZES
 
-runner = importlib.import_module("oasis_hf.bench.run")
+runner = importlib.import_module("oasis_hf.tools.bench.run")
 
 DEFAULT = plan(SIZES, ARMS, Choices(), 40)
 
@@ -236,7 +236,7 @@ def test_a_row_of_drafts_says_what_came_of_them(
 
 def test_lookup_is_an_acceptance_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[Case]] = []
-    monkeypatch.setattr("oasis_hf.bench.run", lambda shape, cases, *rest: asked.append(cases))
+    monkeypatch.setattr("oasis_hf.tools.bench.run", lambda shape, cases, *rest: asked.append(cases))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     words = "bench --quick --arms oasis --drafts 4 --acceptance lookup,0.6"
     result = CliRunner().invoke(app, words.split())
@@ -467,7 +467,7 @@ def test_options_that_cannot_be_used_are_named(arguments: list[str], message: st
 
 def test_sizes_and_caps_reach_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[Case]] = []
-    monkeypatch.setattr("oasis_hf.bench.run", lambda shape, cases, *rest: asked.append(cases))
+    monkeypatch.setattr("oasis_hf.tools.bench.run", lambda shape, cases, *rest: asked.append(cases))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     words = "--arms oasis --sizes 1x32768,8x131072 --indexes keys2bit --compile off --budgets 2048"
     caps = ["--caps", "0.01,0.05,none,auto,0"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from oasis_hf import packaged
 from oasis_hf.cli import app
 from oasis_hf.cli.report import agreement
+from oasis_hf.tools import packaged
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 

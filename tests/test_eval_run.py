@@ -22,9 +22,9 @@ from oasis_eval.runs.run import evaluated, identity, run
 from oasis_eval.runs.session import Session, answer
 from oasis_eval.tasks import sample
 from oasis_eval.tasks.prompt import opening, plain
-from oasis_hf import packaged
 from oasis_hf.cli import app
 from oasis_hf.config import OasisConfig
+from oasis_hf.tools import packaged
 
 ORACLE, FULL = "oracle/fetch/64", "keys2bit/fetch/1536"
 SMALL = {

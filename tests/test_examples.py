@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oasis_hf import packaged
+from oasis_hf.tools import packaged
 
 FOLDER = Path(__file__).parent.parent / "examples"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from engines import DEVICE
 from helpers import FULL, forward, generate, prompt, tiny_model
 from torch import Tensor
 
@@ -202,11 +204,10 @@ def test_what_a_predictor_asks_for_is_resident_afterwards(backend: str) -> None:
 
     if backend == "triton":
         pytest.importorskip("triton")
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama")).to(DEVICE)
     options = SPARSE | {"on_miss": "skip", "fetch_cap": 1.0, "backend": backend, "index": "minmax"}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids = prompt(260).to(device)
-    cache = OasisCache(model.to(device), **options, lookahead=Oldest())
+    ids = prompt(260).to(DEVICE)
+    cache = OasisCache(model, **options, lookahead=Oldest())
     forward(model, ids[:, :256], cache)
     for position in range(256, 259):
         forward(model, ids[:, position : position + 1], cache)

@@ -23,19 +23,19 @@ from helpers import (
     tensors_of,
     tiny_model,
 )
+from oasis_hf.graphs.capture.capture import PLAIN
 from tokenizers import decoders
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
 import oasis_hf
 from oasis_hf import OasisCache, OasisUnsupportedError
-from oasis_hf.compat import StepwiseCache, cache_kwarg
+from oasis_hf.facts.compat import StepwiseCache, cache_kwarg
 from oasis_hf.generation import acceptance, front
 from oasis_hf.generation.acceptance import Drafts, choose
 from oasis_hf.generation.drafting import PromptLookup
+from oasis_hf.generation.speculation import Speculation
 from oasis_hf.generation.text import Text
-from oasis_hf.graphs import PLAIN
-from oasis_hf.speculation import Speculation
 
 SURE = 5.0
 """Standard deviations of chi-square beyond which counts do not fit a distribution."""

@@ -27,13 +27,15 @@ from helpers import (
     prompt,
     row_by_row,
 )
+from oasis_hf.step.decode.dense import dense_attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import oasis_hf
-from oasis_hf import OasisCache, link, packaged
-from oasis_hf.dense import dense_attention
-from oasis_hf.streams import Beside
+from oasis_hf import OasisCache
+from oasis_hf.storage import link
+from oasis_hf.storage.streams import Beside
+from oasis_hf.tools import packaged
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

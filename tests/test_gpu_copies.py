@@ -12,7 +12,7 @@ from helpers import build_model, forward, generate, prompt
 from transformers import PreTrainedModel
 
 from oasis_hf import OasisCache
-from oasis_hf.fingerprint import fingerprint
+from oasis_hf.saving.fingerprint import fingerprint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from oasis_hf import OasisCache
 from oasis_hf.config import OasisConfig
-from oasis_hf.forward import Forward, Kind
-from oasis_hf.layer import OasisLayer
-from oasis_hf.ledger import PaddingLedger
-from oasis_hf.streams import Beside
+from oasis_hf.layers.forward import Forward, Kind
+from oasis_hf.layers.layer import OasisLayer
+from oasis_hf.layers.ledger import PaddingLedger
+from oasis_hf.storage.streams import Beside
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

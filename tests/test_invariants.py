@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oasis_hf import OasisCache
 from oasis_hf.index import INDEXES, keys2bit
 from oasis_hf.index.minmax import MinMaxIndex
-from oasis_hf.turns import turn
+from oasis_hf.integration.turns import turn
 from oasis_kernels.reference import step as torch_step
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
@@ -149,7 +149,7 @@ def test_slabs_change_no_bit(engine: Engine, index: str, monkeypatch: pytest.Mon
     many = engine.driver(**SPARSE, index=index)
     outputs = talk(many, *size)
     assert len(many.layer.parts.store.slabs) > 2
-    monkeypatch.setattr("oasis_hf.tiers.pinned_store.GROWTH_TOKENS", 4096)
+    monkeypatch.setattr("oasis_hf.storage.pinned_store.GROWTH_TOKENS", 4096)
     one = engine.driver(**SPARSE, index=index)
     assert all(torch.equal(a, b) for a, b in zip(outputs, talk(one, *size), strict=True))
     assert len(one.layer.parts.store.slabs) <= 2

@@ -9,11 +9,12 @@ import pytest
 import torch
 from helpers import Driver, generate, prompt, tiny_model
 
-from oasis_hf import OasisCache, link
-from oasis_hf.compat import weight_bytes
+from oasis_hf import OasisCache
 from oasis_hf.config import OasisConfig
+from oasis_hf.facts.compat import weight_bytes
 from oasis_hf.geometry import LayerGeometry, blocks_beside, capped_blocks
-from oasis_hf.link import Allowance, Cap, on_grid
+from oasis_hf.storage import link
+from oasis_hf.storage.link import Allowance, Cap, on_grid
 
 CUDA = torch.device("cuda", 0)
 LINK, MEMORY, WEIGHTS = 54e9, 4e12, 16_000_000_000

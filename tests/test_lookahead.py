@@ -11,15 +11,16 @@ from helpers import build_model, dense_cache, tiny_model
 from torch import Tensor
 from typer.testing import CliRunner
 
-from oasis_hf import OasisCache, packaged
+from oasis_hf import OasisCache
 from oasis_hf.cli import app
-from oasis_hf.lab import Grid, Options, Recording, Run, Scores, measure, replay, score
-from oasis_hf.lab.drafts import early_exit, find_match, prompt_lookup, right
-from oasis_hf.lab.grid import interval
-from oasis_hf.lab.record import generate, generate_at_once, read, rounds_of
-from oasis_hf.lab.scores import Layout
-from oasis_hf.lab.session import adopt
 from oasis_hf.lookahead import PREDICTORS, Predictor, Rounds, predictor
+from oasis_hf.tools import packaged
+from oasis_hf.tools.lab import Grid, Options, Recording, Run, Scores, measure, replay, score
+from oasis_hf.tools.lab.drafts import early_exit, find_match, prompt_lookup, right
+from oasis_hf.tools.lab.grid import interval
+from oasis_hf.tools.lab.record import generate, generate_at_once, read, rounds_of
+from oasis_hf.tools.lab.scores import Layout
+from oasis_hf.tools.lab.session import adopt
 
 CONTEXT, FOLLOWING, BUDGET = 600, 80, 128
 LAYOUT = Layout(recent_tokens=8, max_rows=8)

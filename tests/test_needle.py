@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from oasis_hf.needle import Needle, fitted_prompt, needle_prompt
+from oasis_hf.tools.needle import Needle, fitted_prompt, needle_prompt
 
 SENTENCES = [f"Sentence number {n} tells about nothing in particular." for n in range(200)]
 TEXT = " ".join(SENTENCES)

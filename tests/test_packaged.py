@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from oasis_hf import packaged
-from oasis_hf.needle import needle_prompt
+from oasis_hf.tools import packaged
+from oasis_hf.tools.needle import needle_prompt
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec(packaged.PACKAGE) is None, reason=packaged.INSTALL_COMMAND

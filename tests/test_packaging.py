@@ -27,7 +27,7 @@ import pytest
 
 import oasis_hf
 from oasis_eval.environment import commit
-from oasis_hf import packaged
+from oasis_hf.tools import packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -257,7 +257,7 @@ import torch
 from transformers import DynamicCache
 from oasis_hf import OasisCache, tiny
 from oasis_hf.cli import app
-from oasis_hf.compat import cache_kwarg
+from oasis_hf.facts.compat import cache_kwarg
 from typer.testing import CliRunner
 
 (command,) = importlib.metadata.entry_points(group="console_scripts", name="oasis-hf")

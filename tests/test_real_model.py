@@ -10,7 +10,8 @@ import torch
 from helpers import dense_cache, forward, generate
 from torch import Tensor
 
-from oasis_hf import OasisCache, packaged
+from oasis_hf import OasisCache
+from oasis_hf.tools import packaged
 
 pytestmark = [
     pytest.mark.slow,

@@ -31,9 +31,10 @@ from helpers import (
 )
 from torch import Tensor
 
-from oasis_hf import OasisCache, OasisUnsupportedError, tiny
-from oasis_hf.tiers import PinnedStore, limits
-from oasis_hf.tiers.limits import HostMemoryError
+from oasis_hf import OasisCache, OasisUnsupportedError
+from oasis_hf.storage import PinnedStore, limits
+from oasis_hf.storage.limits import HostMemoryError
+from oasis_hf.tools import tiny
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

@@ -12,14 +12,14 @@ pytest.importorskip("triton")
 
 from engines import DEVICE
 from helpers import tensors_of
+from oasis_hf.step.decode.inputs import AttentionInputs
 from torch import Tensor
 
 from oasis_hf.config import OasisConfig
-from oasis_hf.forward import Forward, Kind
 from oasis_hf.index import keys2bit
-from oasis_hf.inputs import AttentionInputs
-from oasis_hf.layer import OasisLayer
-from oasis_hf.ledger import PaddingLedger
+from oasis_hf.layers.forward import Forward, Kind
+from oasis_hf.layers.layer import OasisLayer
+from oasis_hf.layers.ledger import PaddingLedger
 from oasis_hf.ops import AttentionSpec, Queries, kernels
 
 OPS = kernels("reference")
@@ -283,7 +283,7 @@ class Step:
         self, score: Tensor, before: Tensor, hits: Tensor, now: Tensor, later: Tensor, cap: int
     ) -> None:
         """Hits, fetches and refusals are those of some choice that the index allows."""
-        config, count = self.triton.config, self.triton.parts.geometry.budget_blocks
+        count = self.triton.parts.geometry.budget_blocks
         live = score > float("-inf")
         best = score.sort(-1, descending=True).values
         number = live.sum(-1)

@@ -8,16 +8,16 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import attention as _attention
 from .cache import OasisCache
 from .config import OasisConfig, OasisConfigError
-from .handle import OasisUnsupportedError
+from .facts.handle import OasisUnsupportedError
 from .index import Index
+from .integration import attention as _attention
 from .lookahead import Predictor
 from .misses import MissPolicy
-from .persistence import SavedCacheError
+from .saving.persistence import SavedCacheError
 from .stats import CacheStats
-from .tiers import BlockStore, HostMemoryError, PinnedStore
+from .storage import BlockStore, HostMemoryError, PinnedStore
 
 if _TYPE_CHECKING:
     from .conversation import Conversation

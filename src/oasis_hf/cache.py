@@ -11,28 +11,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from . import batch, compat, persistence, rounds
-from .ambient import kept_steady, uncompiled, without_gradient
-from .attention import NAME
-from .changes import hide
 from .config import OasisConfig, OasisConfigError
-from .copying import duplicate, refuse_pickle
-from .forward import Drafting, Kind
-from .graphs import Dispatcher, StepGraphs
-from .handle import OasisUnsupportedError
+from .facts import compat
+from .facts.ambient import kept_steady, uncompiled, without_gradient
+from .facts.handle import OasisUnsupportedError
+from .facts.wrappers import served_model
+from .graphs.capture import Dispatcher, StepGraphs
 from .index import group_tokens, index_class
-from .layer import OasisLayer
-from .ledger import PaddingLedger
-from .link import Allowance
-from .native import DenseLayer
+from .integration.attention import NAME
+from .integration.hooks import ForwardHook
+from .integration.turns import Generate
+from .layers import batch, rounds
+from .layers.changes import hide
+from .layers.dense_layer import DenseLayer
+from .layers.forward import Drafting, Kind
+from .layers.layer import OasisLayer
+from .layers.ledger import PaddingLedger
+from .layers.served import build_layers
+from .layers.state import CacheState, native_state
 from .report import summarise
-from .runtime import ForwardHook
-from .state import CacheState, native_state
+from .saving import persistence
+from .saving.copying import duplicate, refuse_pickle
 from .stats import CacheStats
-from .support import build_layers
-from .tiers import store_class
-from .turns import Generate
-from .wrappers import served_model
+from .storage import store_class
+from .storage.link import Allowance
 
 
 class OasisCache(CacheState):

@@ -49,8 +49,8 @@ class OasisConfig:
             or what a `MissPolicy` of yours says for each layer.
         fetch_cap: blocks fetched in the background per head and step, as a share of the budget, at
             least one; 0 for none; None for no limit; "auto" for what the link to host memory brings
-            beside one step (see `oasis_hf.link`), which depends on the model, the batch and the
-            length. "auto" is 0.05 without CUDA kernels, and in a cache of a config alone. With
+            during one step (see `oasis_hf.storage.link`), which depends on the model, the batch and
+            the length. "auto" is 0.05 without CUDA kernels, and in a cache of a config alone. With
             on_miss="fetch" it counts for a predictor alone.
         lookahead: what is fetched in the background, for the next step: the best of the blocks that
             this step missed ("lru"), or those that a predictor asks for: "last", "rows", or a

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import TextIteratorStreamer
 
 from .cache import OasisCache
-from .compat import CACHE_KWARGS, cache_kwarg
-from .handle import OasisUnsupportedError
-from .ledger import UNKNOWN
-from .turns import align
-from .wrappers import served_model
+from .facts.compat import CACHE_KWARGS, cache_kwarg
+from .facts.handle import OasisUnsupportedError
+from .facts.wrappers import served_model
+from .integration.turns import align
+from .layers.ledger import UNKNOWN
 
 Message = Mapping[str, Any]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .link import stated
-from .state import CacheState
+from .layers.state import CacheState
 from .stats import COUNTS, CacheStats
+from .storage.link import stated
 
 
 def summarise(cache: CacheState) -> CacheStats:

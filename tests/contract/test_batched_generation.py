@@ -24,7 +24,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from oasis_hf import OasisCache
 from oasis_hf import generation as batched
-from oasis_hf.speculation import Speculation
+from oasis_hf.generation.speculation import Speculation
 
 PADS = [0, 37, 130]
 TOKENS = 50

@@ -8,10 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from oasis_hf import OasisCache, OasisUnsupportedError, compat, tiny
+from oasis_hf import OasisCache, OasisUnsupportedError
 from oasis_hf.cli import app
-from oasis_hf.handle import take_pending
-from oasis_hf.survey import EXACT, PARTLY, REFUSED, UNTESTABLE, WRONG, survey
+from oasis_hf.facts import compat
+from oasis_hf.facts.handle import take_pending
+from oasis_hf.tools import tiny
+from oasis_hf.tools.survey import EXACT, PARTLY, REFUSED, UNTESTABLE, WRONG, survey
 
 EXACTLY = """
 apertus arcee bitnet cohere dots1 ernie4_5 ernie4_5_moe gemma glm glm4 glm4_moe gpt2 gpt_neox

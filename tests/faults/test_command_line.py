@@ -25,12 +25,13 @@ from rich.console import Console
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from oasis_hf import lab, needle, packaged, threads
 from oasis_hf.cli import app, page, replays, terminal
 from oasis_hf.cli.errors import Failure
 from oasis_hf.cli.report import remarks
 from oasis_hf.cli.rows import fitted
-from oasis_hf.lab.texts import text_ids
+from oasis_hf.facts import threads
+from oasis_hf.tools import lab, needle, packaged
+from oasis_hf.tools.lab.texts import text_ids
 from oasis_hf_launch import Pulse, wait_quietly
 
 NARROW = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
@@ -499,7 +500,7 @@ def test_a_prompt_that_is_too_long_joined_is_shortened() -> None:
 def test_a_text_that_is_too_short_for_needles_is_not_silently_shorter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("oasis_hf.lab.texts.prose", lambda: "A short text. " * 20)
+    monkeypatch.setattr("oasis_hf.tools.lab.texts.prose", lambda: "A short text. " * 20)
     with pytest.raises(ValueError, match="context: got 5000, expected at most what the text"):
         text_ids("needles", Joined(0), 5000, 10)
 

@@ -24,12 +24,12 @@ from helpers import (
     tensors_of,
     tiny_model,
 )
+from oasis_hf.graphs.capture.capture import Dispatcher
 from torch import Tensor
 
 from oasis_hf import OasisCache
-from oasis_hf.graphs import Dispatcher
-from oasis_hf.handle import OasisUnsupportedError
-from oasis_hf.tiers import HostMemoryError, limits
+from oasis_hf.facts.handle import OasisUnsupportedError
+from oasis_hf.storage import HostMemoryError, limits
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

@@ -30,7 +30,7 @@ from helpers import (
 )
 
 from oasis_hf import HostMemoryError, OasisCache
-from oasis_hf.tiers import limits, pinned
+from oasis_hf.storage import limits, pinned
 
 GB = 10**9
 MACHINE = 512 * GB

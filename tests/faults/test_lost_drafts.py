@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oasis_hf import OasisCache
 from oasis_hf.generation import generate as speculate
-from oasis_hf.speculation import Speculation
+from oasis_hf.generation.speculation import Speculation
 
 LOST = "no source of drafts arrived"
 

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from transformers.integrations import peft as integration
 
 from oasis_hf import OasisCache, SavedCacheError
-from oasis_hf.checksum import checksum
-from oasis_hf.fingerprint import adapter_state, fingerprint
-from oasis_hf.handle import OasisUnsupportedError
-from oasis_hf.identity import describe, difference
-from oasis_hf.placement import layer_devices
-from oasis_hf.savefile import Saved, SavedFile, write
+from oasis_hf.facts.handle import OasisUnsupportedError
+from oasis_hf.saving.checksum import checksum
+from oasis_hf.saving.fingerprint import adapter_state, fingerprint
+from oasis_hf.saving.identity import describe, difference
+from oasis_hf.saving.placement import layer_devices
+from oasis_hf.saving.savefile import Saved, SavedFile, write
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -608,7 +608,7 @@ def test_a_cache_saved_over_the_file_that_it_came_from(kind: str, tmp_path: Path
 def test_a_save_that_fails_leaves_the_file_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oasis_hf import savefile
+    from oasis_hf.saving import savefile
 
     model = tiny_model("llama")
     path = save(model, tmp_path)
@@ -701,8 +701,8 @@ def test_a_file_is_read_by_another_process(tmp_path: Path) -> None:
     model = tiny_model("gemma3")
     code = (
         "import sys, json; from helpers import tiny_model; "
-        "from oasis_hf.fingerprint import fingerprint; "
-        "from oasis_hf.identity import describe; m = tiny_model('gemma3'); "
+        "from oasis_hf.saving.fingerprint import fingerprint; "
+        "from oasis_hf.saving.identity import describe; m = tiny_model('gemma3'); "
         "print(json.dumps([fingerprint(m).as_json(), describe(m.config)]))"
     )
     path = [str(Path(__file__).parents[1]), *sys.path]

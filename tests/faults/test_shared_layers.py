@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from engines import DEVICE
+from oasis_hf.step.decode.inputs import AttentionInputs
 from torch import Tensor
 
 from oasis_hf.config import OasisConfig
-from oasis_hf.forward import Forward, Kind
-from oasis_hf.inputs import AttentionInputs
-from oasis_hf.layer import OasisLayer
-from oasis_hf.ledger import PaddingLedger
+from oasis_hf.layers.forward import Forward, Kind
+from oasis_hf.layers.layer import OasisLayer
+from oasis_hf.layers.ledger import PaddingLedger
 from oasis_hf.ops import AttentionSpec
 
 TOKENS, SHAPE = 400, (2, 1)

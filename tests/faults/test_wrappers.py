@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from oasis_hf import OasisCache, OasisUnsupportedError
 from oasis_hf import generation as speculative
-from oasis_hf.watch import ModelWatch
+from oasis_hf.facts.watch import ModelWatch
 
 PIECE = 16
 TOKENS = 4

@@ -8,7 +8,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from oasis_hf import packaged
+from oasis_hf.tools import packaged
 
 AUSTEN = Path("/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb")
 

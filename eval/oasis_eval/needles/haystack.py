@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oasis_hf.needle import Needle, encode_question, needle_prompt
+from oasis_hf.tools.needle import Needle, encode_question, needle_prompt
 
 from ..material import words
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from oasis_hf.packaged import load, smollm2
+from oasis_hf.tools.packaged import load, smollm2
 
 from ..arms import DENSE, Arm
 from ..environment import command, describe

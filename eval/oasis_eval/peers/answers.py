@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from oasis_hf.packaged import smollm2
+from oasis_hf.tools.packaged import smollm2
 
 from ..arms import DENSE, is_peer
 from ..config import EvalConfig

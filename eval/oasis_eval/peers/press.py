@@ -119,7 +119,7 @@ def load(folder: str, dtype: str) -> tuple[Any, Any]:
         raise InputError(
             f"--model: Transformers {version('transformers')} cannot load {folder}: {error}; "
             "expected the folder or Hub id of the run's model, which for the packaged one "
-            "oasis_hf.packaged.smollm2() names"
+            "oasis_hf.tools.packaged.smollm2() names"
         ) from error
     return model.to(device).eval(), tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from oasis_hf.compat import text_config
+from oasis_hf.facts.compat import text_config
 
 from ..tasks import TASKS
 from ..tasks.parts import Sample

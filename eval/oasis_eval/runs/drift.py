@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from oasis_hf import OasisCache
-from oasis_hf.compat import cache_kwarg
+from oasis_hf.facts.compat import cache_kwarg
 
 from ..arms import DENSE, Arm
 from ..config import EvalConfig

@@ -15,10 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from oasis_hf.compat import cache_kwarg
 from oasis_hf.config import OasisConfig
+from oasis_hf.facts.compat import cache_kwarg
 from oasis_hf.index import Index, index_class
-from oasis_hf.residency import Residency
+from oasis_hf.storage.residency import Residency
 from oasis_kernels import backend
 
 TAIL_GROUP = 64

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from oasis_hf.compat import text_config
-from oasis_hf.packaged import load, smollm2
+from oasis_hf.facts.compat import text_config
+from oasis_hf.tools.packaged import load, smollm2
 
 from ..arms import Arm
 from ..config import ConfigError, EvalConfig

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from oasis_hf import OasisCache
-from oasis_hf.compat import cache_kwarg
 from oasis_hf.config import OasisConfig
+from oasis_hf.facts.compat import cache_kwarg
 from oasis_hf.index import index_class
-from oasis_hf.layer import OasisLayer
+from oasis_hf.layers.layer import OasisLayer
 
 from ..arms import Arm
 from .stops import ends

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from oasis_hf.config import OasisConfig
-from oasis_hf.packaged import load, smollm2
+from oasis_hf.tools.packaged import load, smollm2
 
 from ..environment import command, describe
 from ..records import Cells, write_json

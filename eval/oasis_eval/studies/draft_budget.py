@@ -21,7 +21,7 @@ from transformers.utils import logging
 from oasis_hf import OasisCache
 from oasis_hf.config import BLOCK
 from oasis_hf.generation import Speculation, generate
-from oasis_hf.packaged import load, smollm2
+from oasis_hf.tools.packaged import load, smollm2
 
 from ..environment import command, describe
 from ..intervals import bootstrap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oasis_hf.needle import encode_question
+from oasis_hf.tools.needle import encode_question
 
 STAND_IN = "stand-in-for-an-answer"
 """Marks where an answer stands in a rendered conversation."""

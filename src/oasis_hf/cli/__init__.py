@@ -29,7 +29,7 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """Sparse attention over a KV cache in host memory, for Hugging Face Transformers."""
-    from ..threads import bound_threads
+    from ..facts.threads import bound_threads
 
     bound_threads()
 

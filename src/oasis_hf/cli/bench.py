@@ -87,10 +87,10 @@ def bench(
     """
     import torch
 
-    from ..bench import Choices, plan, run
-    from ..bench.gate import GateFailedError
-    from ..bench.plan import ARMS, LOOKUP, QUICK, SIZES
-    from ..bench.workload import SHAPES, shape_sizes
+    from ..tools.bench import Choices, plan, run
+    from ..tools.bench.gate import GateFailedError
+    from ..tools.bench.plan import ARMS, LOOKUP, QUICK, SIZES
+    from ..tools.bench.workload import SHAPES, shape_sizes
 
     if quick and sizes:
         raise mistake("--sizes", sizes, "none beside --quick, which is one size; leave one out")
@@ -195,7 +195,7 @@ def _cap(text: str) -> str | float | None:
 
 
 def _batch_and_context(text: str) -> tuple[int, int]:
-    from ..bench.plan import ROOM
+    from ..tools.bench.plan import ROOM
 
     batch, _, context = text.partition("x")
     whole = text.isascii() and batch.isdecimal() and context.isdecimal()

@@ -148,7 +148,7 @@ def found_model(
         Mistake: there is no model of that name.
         Failure: what the packaged model needs is not installed, or the Hub cannot be reached.
     """
-    from .. import packaged
+    from ..tools import packaged
 
     source = model_source(option, name)
     if source is not None:
@@ -177,7 +177,7 @@ def model_config(option: str, source: str | Path) -> Any:
     """
     from transformers import AutoConfig
 
-    from ..support import refusal
+    from ..layers.served import refusal
 
     try:
         config = AutoConfig.from_pretrained(source, attn_implementation="oasis")

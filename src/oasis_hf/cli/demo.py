@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .. import OasisCache, OasisConfig, OasisConfigError, needle, packaged
-from ..compat import cache_kwarg
+from .. import OasisCache, OasisConfig, OasisConfigError
+from ..facts.compat import cache_kwarg
+from ..tools import needle, packaged
 from .checks import fits, found_model, input_text, model_config, positions, tokenizer
 from .errors import Mistake, option_of
 from .report import Answer, print_question, print_report

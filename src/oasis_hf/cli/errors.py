@@ -53,8 +53,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """As in `TyperGroup`."""
         from ..config import OasisConfigError
-        from ..handle import OasisUnsupportedError
-        from ..tiers import HostMemoryError
+        from ..facts.handle import OasisUnsupportedError
+        from ..storage import HostMemoryError
 
         refusals = (Mistake, OasisConfigError, OasisUnsupportedError, HostMemoryError)
         try:

@@ -28,8 +28,8 @@ from .replays import added, environment, show
 from .terminal import Work, console, working
 
 if TYPE_CHECKING:
-    from ..lab import Grid, Recording
-    from ..lab.session import Setup
+    from ..tools.lab import Grid, Recording
+    from ..tools.lab.session import Setup
 
 EXIT_LAYERS, LEFT_OUT = 28, 2
 """Layers of an early exit, and those that it leaves out at least, unless the user says."""
@@ -92,10 +92,10 @@ def lookahead(
     """
     from transformers.utils import logging
 
-    from ..lab import measure
-    from ..lab.session import RUNS, Setup
-    from ..lab.texts import TEXTS
-    from ..packaged import cache_home
+    from ..tools.lab import measure
+    from ..tools.lab.session import RUNS, Setup
+    from ..tools.lab.texts import TEXTS
+    from ..tools.packaged import cache_home
 
     chosen = words("--texts", texts, TEXTS)
     wanted = words("--runs", runs, RUNS)
@@ -146,10 +146,10 @@ def lookahead(
 
 def _grid(predictors: str, indexes: str, budgets: str, sweep: bool) -> Grid:
     """What is compared."""
-    from ..lab import Grid
-    from ..lab.replay import LRU
-    from ..lab.scores import Layout
     from ..lookahead import predictor
+    from ..tools.lab import Grid
+    from ..tools.lab.replay import LRU
+    from ..tools.lab.scores import Layout
 
     names = words("--predictors", predictors)
     if LRU in names:
@@ -187,7 +187,7 @@ def _earlier(out: Path | None, add: bool) -> dict[str, Any] | None:
 
 def _layers(source: str | Path, needed: int, exit_layers: int | None) -> int:
     """Layers of an early exit, in a model of full attention that has positions for all tokens."""
-    from .. import compat
+    from ..facts import compat
 
     config = model_config("--model", source)
     layers = compat.native_layers(config)
@@ -206,7 +206,7 @@ def _layers(source: str | Path, needed: int, exit_layers: int | None) -> int:
 
 def _check_texts(setups: list[Setup], source: str | Path) -> None:
     """That the texts are as long as is asked for."""
-    from ..lab.texts import text_ids
+    from ..tools.lab.texts import text_ids
 
     ids = tokenizer("--model", source)
     for setup in setups:
@@ -225,7 +225,7 @@ def _path(setup: Setup, folder: Path) -> Path:
 
 def _held(setup: Setup, source: str | Path, folder: Path) -> Recording | None:
     """The recording of this setup that the folder has."""
-    from ..lab import Recording
+    from ..tools.lab import Recording
 
     path = _path(setup, folder)
     if not path.is_file():
@@ -248,8 +248,8 @@ def _recording(
     """A recording of this setup with these runs: the one that is there, or made now and saved."""
     import torch
 
-    from ..lab.session import record
-    from ..packaged import load
+    from ..tools.lab.session import record
+    from ..tools.packaged import load
 
     held = _held(setup, source, folder)
     if held is not None and set(runs) <= set(held.runs):

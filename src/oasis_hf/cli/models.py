@@ -17,7 +17,7 @@ from .terminal import Work, console, working
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..survey import Verdict
+    from ..tools.survey import Verdict
 
 STYLES = {"exact": "green", "delegated in part": "green", "WRONG": "bold red"}
 ORDER = ("exact", "delegated in part", "refused", "not testable", "WRONG")
@@ -43,7 +43,7 @@ def models(
 
     from transformers.utils import logging
 
-    from .. import tiny
+    from ..tools import tiny
 
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -91,8 +91,8 @@ def _limit(seconds: int) -> Iterator[None]:
 
 
 def _verdicts(types: list[str], timeout: int, work: Work) -> Iterator[Verdict]:
-    from .. import tiny
-    from ..survey import Verdict, survey
+    from ..tools import tiny
+    from ..tools.survey import Verdict, survey
 
     work.stage("trying models", len(types))
     for number, kind in enumerate(types):

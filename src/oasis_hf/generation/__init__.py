@@ -4,7 +4,7 @@ Transformers refuses drafts for more than one sequence. Here every row of a batc
 number of them, with an `OasisCache` or a `DynamicCache`.
 """
 
-from ..speculation import Speculation, SpeculationReport
 from .front import SpeculativeOutput, generate
+from .speculation import Speculation, SpeculationReport
 
 __all__ = ["Speculation", "SpeculationReport", "SpeculativeOutput", "generate"]

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
-from .. import compat, rounds
 from ..cache import OasisCache
-from ..handle import OasisUnsupportedError
-from ..speculation import Speculation
-from ..wrappers import adds_tokens
+from ..facts import compat
+from ..facts.handle import OasisUnsupportedError
+from ..facts.wrappers import adds_tokens
+from ..layers import rounds
+from .speculation import Speculation
 
 
 def check_model(model: Any, draft: Any, config: Any, kwargs: dict[str, Any]) -> None:

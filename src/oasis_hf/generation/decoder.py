@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat, rounds
 from ..cache import OasisCache
-from ..columns import shift_flags
+from ..facts import compat
+from ..layers import rounds
+from ..layers.columns import shift_flags
 
 
 class Decoder:

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .. import compat
-from ..attention import NAME
 from ..cache import OasisCache
-from ..speculation import Speculation, SpeculationReport
-from ..turns import turn
-from ..wrappers import served_model
+from ..facts import compat
+from ..facts.wrappers import served_model
+from ..integration.attention import NAME
+from ..integration.turns import turn
 from .checks import check_batch, check_caches, check_model
 from .decoder import Decoder
 from .drafting import Drafter, ModelDrafter, PromptLookup
 from .loop import Loop
+from .speculation import Speculation, SpeculationReport
 from .text import Processors, Stops, Text
 
 DRAFT_LENGTH = 5
@@ -248,7 +248,7 @@ def _mask(ids: Tensor, kwargs: dict[str, Any], config: Any) -> Tensor:
 def _speculation(given: Speculation | None, draft: Any, config: Any) -> Speculation:
     if given is not None and not isinstance(given, Speculation):
         raise ValueError(
-            f"speculation: got {type(given).__name__}, expected oasis_hf.speculation.Speculation"
+            f"speculation: got {type(given).__name__}, expected oasis_hf.generation.Speculation"
         )
     lookup = config.prompt_lookup_num_tokens
     if draft is not None and lookup:

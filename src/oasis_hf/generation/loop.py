@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..speculation import Speculation
 from .acceptance import Drafts, choose
 from .decoder import Decoder
 from .drafting import Drafter, held_in_the_end
+from .speculation import Speculation
 from .text import Processors, Stops, Text
 
 

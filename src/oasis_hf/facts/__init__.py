@@ -1,0 +1,1 @@
+"""Facts about Transformers and torch that this package builds on; nothing of the cache itself."""

@@ -1,0 +1,1 @@
+"""Whole decode steps as CUDA graphs: captured, with compiled layers and merged products."""

@@ -1,0 +1,1 @@
+"""What Transformers calls: the attention, the hooks on a model, the turns of generate."""

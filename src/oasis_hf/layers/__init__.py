@@ -1,0 +1,1 @@
+"""The layers of a cache, and what they have in common."""

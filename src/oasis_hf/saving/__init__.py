@@ -1,0 +1,1 @@
+"""Saving, loading, forking and copying a cache, and telling whose it is."""
