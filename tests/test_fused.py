@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import build_model, cache_argument, forward, prompt
-from oasis_hf.graphs.capture.fused import FusedLayers
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from oasis_hf import OasisCache
+from oasis_hf.graphs.fused import FusedLayers
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from helpers import (
     tensors_of,
     tiny_model,
 )
-from oasis_hf.graphs.capture.capture import PLAIN
 from tokenizers import decoders
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
@@ -36,6 +35,7 @@ from oasis_hf.generation.acceptance import Drafts, choose
 from oasis_hf.generation.drafting import PromptLookup
 from oasis_hf.generation.speculation import Speculation
 from oasis_hf.generation.text import Text
+from oasis_hf.graphs.capture import PLAIN
 
 SURE = 5.0
 """Standard deviations of chi-square beyond which counts do not fit a distribution."""

@@ -27,12 +27,12 @@ from helpers import (
     prompt,
     row_by_row,
 )
-from oasis_hf.step.decode.dense import dense_attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import oasis_hf
 from oasis_hf import OasisCache
+from oasis_hf.step.dense import dense_attention
 from oasis_hf.storage import link
 from oasis_hf.storage.streams import Beside
 from oasis_hf.tools import packaged
@@ -206,11 +206,11 @@ def test_random_delays_change_nothing(
         torch.cuda._sleep(int(torch.randint(0, 300_000, (1,), generator=generator)))
 
     @contextmanager
-    def late(self: Beside, *tensors: Tensor) -> Iterator[None]:
+    def late(self: Beside, *tensors: Tensor) -> Iterator[list[Tensor]]:
         sleep()
-        with original(self, *tensors):
+        with original(self, *tensors) as used:
             sleep()
-            yield
+            yield used
             sleep()
 
     monkeypatch.setattr(Beside, "run", late)

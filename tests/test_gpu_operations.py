@@ -28,6 +28,8 @@ from oasis_hf.config import OasisConfig
 from oasis_hf.layers.forward import Forward, Kind
 from oasis_hf.layers.layer import OasisLayer
 from oasis_hf.layers.ledger import PaddingLedger
+from oasis_hf.ops import AttentionSpec
+from oasis_hf.step.inputs import AttentionInputs
 from oasis_hf.storage.streams import Beside
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -255,10 +257,10 @@ def late(monkeypatch: pytest.MonkeyPatch, cycles: int) -> Iterator[None]:
     original = Beside.run
 
     @contextmanager
-    def delayed(self: Beside, *tensors: Tensor) -> Iterator[None]:
-        with original(self, *tensors):
+    def delayed(self: Beside, *tensors: Tensor) -> Iterator[list[Tensor]]:
+        with original(self, *tensors) as used:
             torch.cuda._sleep(cycles)
-            yield
+            yield used
 
     with monkeypatch.context() as patch:
         patch.setattr(Beside, "run", delayed)
@@ -327,7 +329,7 @@ def test_a_step_never_waits_for_the_device(options: dict[str, Any]) -> None:
         # What is compiled and measured once may wait.
         torch.cuda.set_sync_debug_mode("error" if step > 3 else "default")
         try:
-            layer.attend(query, key, key, None, 0.125, new=True)
+            layer.attend(AttentionInputs(query, key, key, None, AttentionSpec(0.125)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert int(layer.parts.frontier.committed[0]) > 300

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import build_model, cache_argument, forward, prompt
-from oasis_hf.graphs.capture.capture import Dispatcher
-from oasis_hf.graphs.capture.fused import FusedLayers
-from oasis_hf.graphs.capture.merged import merge
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from oasis_hf import OasisCache
+from oasis_hf.graphs.capture import Dispatcher
+from oasis_hf.graphs.fused import FusedLayers
+from oasis_hf.graphs.merged import merge
 
 
 class Heads(nn.Module):

@@ -255,7 +255,8 @@ from pathlib import Path
 import oasis_hf, oasis_hf_launch, oasis_kernels, oasis_eval
 import torch
 from transformers import DynamicCache
-from oasis_hf import OasisCache, tiny
+from oasis_hf import OasisCache
+from oasis_hf.tools import tiny
 from oasis_hf.cli import app
 from oasis_hf.facts.compat import cache_kwarg
 from typer.testing import CliRunner

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from engines import DEVICE
 from helpers import tensors_of
-from oasis_hf.step.decode.inputs import AttentionInputs
 from torch import Tensor
 
 from oasis_hf.config import OasisConfig
@@ -21,6 +20,7 @@ from oasis_hf.layers.forward import Forward, Kind
 from oasis_hf.layers.layer import OasisLayer
 from oasis_hf.layers.ledger import PaddingLedger
 from oasis_hf.ops import AttentionSpec, Queries, kernels
+from oasis_hf.step.inputs import AttentionInputs
 
 OPS = kernels("reference")
 SEED = int(os.environ.get("OASIS_SEED", "1"))

@@ -178,6 +178,7 @@ class OasisCache(CacheState):
 
         Raises:
             ValueError: more tokens than the cache holds, or a number that Transformers refuses.
+            OasisUnsupportedError: more than a sliding layer has recorded; nothing is taken back.
         """
         held = self.ledger.columns
         count = compat.columns_to_crop(tokens_to_remove, held)
@@ -192,6 +193,12 @@ class OasisCache(CacheState):
             for number, layer in enumerate(self.layers):
                 if number not in self._ours:
                     layer.crop(count)
+                    if compat.is_sliding(layer) and not compat.fills_window(layer):
+                        raise OasisUnsupportedError(
+                            f"crop: got {count}, but sliding layer {number} has recorded fewer of "
+                            "the tokens before its window; take back drafts alone, or use "
+                            "cache.fork() before what is to be taken back"
+                        )
         except BaseException:
             for number, attributes in native.items():
                 vars(self.layers[number]).update(attributes)

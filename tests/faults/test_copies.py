@@ -24,11 +24,11 @@ from helpers import (
     tensors_of,
     tiny_model,
 )
-from oasis_hf.graphs.capture.capture import Dispatcher
 from torch import Tensor
 
 from oasis_hf import OasisCache
 from oasis_hf.facts.handle import OasisUnsupportedError
+from oasis_hf.graphs.capture import Dispatcher
 from oasis_hf.storage import HostMemoryError, limits
 
 pytestmark = pytest.mark.usefixtures("small_slabs")

@@ -17,7 +17,7 @@ from helpers import (
     tiny_model,
 )
 
-from oasis_hf import OasisCache
+from oasis_hf import OasisCache, OasisUnsupportedError
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -124,3 +124,15 @@ def test_crop_that_a_sliding_layer_refuses_changes_no_layer() -> None:
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [2 * WINDOW] * 2
     want = forward(model, text, OasisCache(model, **FULL))[:, 2 * WINDOW :]
     assert_close(forward(model, text[:, 2 * WINDOW :], cache), want)
+
+
+def test_crop_beyond_what_a_sliding_layer_recorded_is_refused() -> None:
+    """Transformers cuts its window short instead, and the next forward fails on a size."""
+    model, ids = tiny_model("gemma3"), prompt(70)
+    cache, twin = (OasisCache(model, **FULL) for _ in range(2))
+    answers = [generate(model, ids, c, 20, prompt_lookup_num_tokens=3) for c in (cache, twin)]
+    with pytest.raises(OasisUnsupportedError, match=r"crop: got -30, but sliding layer 0 has"):
+        cache.crop(-30)
+    assert cache.get_seq_length() == twin.get_seq_length()
+    new = torch.cat([ids, answers[0], prompt(5, seed=9)], 1)[:, cache.get_seq_length() :]
+    assert torch.equal(forward(model, new, cache), forward(model, new, twin))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from engines import DEVICE
-from oasis_hf.step.decode.inputs import AttentionInputs
 from torch import Tensor
 
 from oasis_hf.config import OasisConfig
@@ -16,6 +15,7 @@ from oasis_hf.layers.forward import Forward, Kind
 from oasis_hf.layers.layer import OasisLayer
 from oasis_hf.layers.ledger import PaddingLedger
 from oasis_hf.ops import AttentionSpec
+from oasis_hf.step.inputs import AttentionInputs
 
 TOKENS, SHAPE = 400, (2, 1)
 backends = pytest.mark.parametrize("backend", ["reference", "triton"])

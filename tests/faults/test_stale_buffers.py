@@ -13,12 +13,12 @@ import torch
 from engines import GPU
 from helpers import forward, prompt, tiny_model
 from memcheck import memcheck
-from oasis_hf.step.decode.inputs import AttentionInputs
 from operations import Operations
 
 from oasis_hf import OasisCache
 from oasis_hf.layers.forward import Forward, Kind
 from oasis_hf.ops import AttentionSpec
+from oasis_hf.step.inputs import AttentionInputs
 
 pytest.importorskip("triton")
 pytestmark = [

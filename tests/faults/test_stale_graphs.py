@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("triton")
 
-from oasis_hf.graphs.capture.capture import Dispatcher, StepGraphs
-
 from oasis_hf import OasisCache
 from oasis_hf import storage as tiers
 from oasis_hf.facts.watch import ModelWatch
-from oasis_hf.graphs.capture import capture as graphs
+from oasis_hf.graphs import capture as graphs
+from oasis_hf.graphs.capture import Dispatcher, StepGraphs
 from oasis_hf.storage import parts
 
 pytestmark = pytest.mark.skipif(GPU, reason="see test_gpu_operations.py")
