@@ -180,6 +180,7 @@ class OasisCache(CacheState):
             ValueError: more tokens than the cache holds, or a number that Transformers refuses.
             OasisUnsupportedError: more than a sliding layer has recorded; nothing is taken back.
         """
+        self.close()
         held = self.ledger.columns
         count = compat.columns_to_crop(tokens_to_remove, held)
         if -count > held:
@@ -203,7 +204,6 @@ class OasisCache(CacheState):
             for number, attributes in native.items():
                 vars(self.layers[number]).update(attributes)
             raise
-        self._checkpoint = None
         removed = self.ledger.remove(-count)
         for layer in (self.layers[number] for number in self._ours):
             moved = removed.to(layer.device) if isinstance(removed, Tensor) else removed
@@ -239,6 +239,7 @@ class OasisCache(CacheState):
         Raises:
             ValueError: a number does not fit; nothing is changed.
         """
+        self.close()
         offered = torch.full_like(kept, rows) if offered is None else offered
         if columns is None:
             columns = self.ledger.columns - rows + (int(kept.max()) if kept.numel() else 0)
@@ -257,9 +258,10 @@ class OasisCache(CacheState):
         Raises:
             ValueError: numbers that are no rows of this cache.
         """
+        self.close()
         if (held := self._rows) is not None:
             rows = batch.chosen(held, beam_idx, "beam_idx")
-            self._checkpoint = self.forward = None
+            self.forward = None
             self._take_all(rows, lambda layer: layer.reorder_cache(rows))
 
     @kept_steady
@@ -269,9 +271,10 @@ class OasisCache(CacheState):
         Raises:
             HostMemoryError: the larger batch does not fit; nothing has changed.
         """
+        self.close()
         if (held := self._rows) is not None:
             rows = batch.repeated(held, repeats)
-            self._checkpoint = self.forward = None
+            self.forward = None
             self._take_all(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     @kept_steady
@@ -281,9 +284,10 @@ class OasisCache(CacheState):
         Raises:
             ValueError: indices that do not fit the batch of this cache.
         """
+        self.close()
         if (held := self._rows) is not None:
             rows = batch.chosen(held, indices, "indices")
-            self._checkpoint = self.forward = None
+            self.forward = None
             self._take_all(rows, lambda layer: layer.batch_select_indices(rows))
 
     def _take_all(self, rows: Tensor, native: Callable[[Any], None]) -> None:
@@ -300,7 +304,7 @@ class OasisCache(CacheState):
     @kept_steady
     def reset(self) -> None:
         """Forget everything and give all memory back; the cache can be used again."""
-        self._checkpoint = None
+        self.close()
         self.ledger.reset()
         self.forward, self._drafting = None, Drafting.OFF
         self.expect()

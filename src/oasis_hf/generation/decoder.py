@@ -67,7 +67,7 @@ class Decoder:
                 self.cache.expect_drafts()
             else:
                 self.cache.activate_past_recording()
-            rounds.shift(self.cache, torch.zeros(batch, dtype=torch.long, device="cpu"))
+            self._shift(torch.zeros(batch, dtype=torch.long, device="cpu"))
         self._lengths = real.sum(1)
         self._columns = columns
         return logits
@@ -95,6 +95,11 @@ class Decoder:
         # A forward that breaks off is undone by the cache's own hook.
         self.mask = mask
         return logits
+
+    def _shift(self, by: Tensor) -> None:
+        if isinstance(self.cache, OasisCache):
+            self.cache.close()
+        rounds.shift(self.cache, by)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, keep: int) -> Tensor:
         options: dict[str, Any] = {self._cache_name: self.cache}
@@ -136,5 +141,5 @@ class Decoder:
         """Lay the cache out as the sequences are: prompt, generated tokens, padding behind."""
         by = self.held - self.held.max()
         if by.any():
-            rounds.shift(self.cache, by)
+            self._shift(by)
             self.mask = shift_flags(self.mask, by, self._columns)

@@ -108,6 +108,11 @@ class ForwardHook:
         if not self.feeds_pieces:
             self._undo(cache)
 
+    def keep(self) -> None:
+        """Do not undo the last forward any more; pieces of a prompt are one forward."""
+        if not self.feeds_pieces:
+            self._checkpoint = None
+
     def __reduce__(self) -> Any:
         """A copied or pickled model has no cache: its hooks do nothing."""
         return ForwardHook._idle, ()

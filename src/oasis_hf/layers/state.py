@@ -42,6 +42,9 @@ class Hook(Protocol):
     def settle(self, cache: Any) -> None:
         """Undo a forward that an interrupt broke off."""
 
+    def keep(self) -> None:
+        """Do not undo the last forward any more."""
+
 
 class Turn(Protocol):
     """The call of `generate` in progress."""
@@ -245,13 +248,18 @@ class CacheState(compat.Cache):
 
     @property
     def _broken(self) -> bool:
-        """Whether layers hold different numbers of tokens, after a forward that broke off."""
+        """Whether a forward without a hook broke off between two layers."""
+        return self._checkpoint is not None and self._uneven
+
+    @property
+    def _uneven(self) -> bool:
+        """Whether layers hold different numbers of tokens."""
         held = {
             int(layer.get_seq_length())
             for layer in self.layers
             if not (compat.is_linear(layer) or compat.is_placeholder(layer))
         }
-        return self._checkpoint is not None and held != {self.ledger.columns}
+        return held != {self.ledger.columns}
 
     def settle(self) -> None:
         """Undo what a forward that broke off has left, so that all parts hold the same tokens.
@@ -259,11 +267,23 @@ class CacheState(compat.Cache):
         Raises:
             OasisUnsupportedError: it cannot be undone in every layer.
         """
-        if self.hook is not None:
-            self.hook.settle(self)
-        elif self._broken:
-            self._abandon()
+        self.close()
         self._check_whole()
+
+    def close(self) -> None:
+        """The last forward is over: other changes follow, and nothing returns to before it.
+
+        torch calls no hook after a `KeyboardInterrupt`. If one has come between two layers, what it
+        left of the forward is undone first.
+        """
+        if self.hook is None:
+            if self._broken:
+                self._abandon()
+        elif self._uneven:
+            self.hook.settle(self)
+        else:
+            self.hook.keep()
+        self._checkpoint = None
 
     def _abandon(self) -> None:
         """Undo the forward in progress, where no hook does it."""
