@@ -65,14 +65,32 @@ def ring_read(ring: Tensor, start: Tensor, count: int) -> Tensor:
     return ring.gather(2, index[:, None, :, None].expand(shape))
 
 
+def flat_rows(table: Tensor, blocks: Tensor) -> Tensor:
+    """Numbers `[B * H * m]` of rows `blocks` `[B, H, m]` in `table` `[B, H, N, F]` flattened.
+
+    Whole rows are moved by such a number far faster than element by element, by an expanded index.
+    """
+    batch, heads, count = table.shape[:3]
+    first = torch.arange(0, batch * heads * count, count, device=blocks.device)
+    return (blocks + first.view(batch, heads, 1)).flatten()
+
+
 def gather_blocks(table: Tensor, blocks: Tensor) -> Tensor:
     """Rows `blocks` `[B, H, m]` of `table` `[B, H, N, F]`: `[B, H, m, F]`."""
-    return table.gather(2, blocks[..., None].expand(-1, -1, -1, table.shape[3]))
+    rows = table.flatten(0, 2).index_select(0, flat_rows(table, blocks))
+    return rows.view(*blocks.shape, table.shape[3])
 
 
 def scatter_blocks(table: Tensor, blocks: Tensor, rows: Tensor) -> None:
-    """Write `rows` `[B, H, m, F]` at `blocks` `[B, H, m]` of `table` `[B, H, N, F]`, in place."""
-    table.scatter_(2, blocks[..., None].expand(-1, -1, -1, table.shape[3]), rows)
+    """Write `rows` `[B, H, m, F]` at `blocks` `[B, H, m]` of `table` `[B, H, N, F]`, in place.
+
+    Args:
+        table: contiguous.
+        blocks: each once per head, but for the spill, which may get any of its rows.
+        rows: of the dtype of `table`.
+    """
+    flat = table.view(-1, table.shape[3])
+    flat.index_copy_(0, flat_rows(table, blocks), rows.flatten(0, 2))
 
 
 def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:

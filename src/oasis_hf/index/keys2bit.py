@@ -58,7 +58,7 @@ class Keys2BitIndex(Index):
         chosen = self._candidates(query, lowest, step, live[:, :, ::per_group], wanted)
         parts = [
             self.ops.gather_blocks(array.flatten(3), chosen).unflatten(3, array.shape[3:])
-            for array in (codes, lowest, step)
+            for array in self.arrays.values()
         ]
         fine = self._blocks(query, self.ops.dequantize_keys_2bit(*parts))
         offset = torch.arange(per_group, device=query.device)
