@@ -23,6 +23,23 @@ NEG_INF = float("-inf")
 LEAST_SHARE = 0x30000000  # 2**-31, as the bits of a float32.
 
 
+def readable(x: Tensor) -> bool:
+    """Whether values may be looked at: in host memory, where no device has to be waited for.
+
+    There a step leaves out work that has no effect. Its results are those of the general path,
+    and so are its tables but for free slots and spills.
+    """
+    return x.device.type == "cpu"
+
+
+def last_live(live: Tensor) -> int:
+    """Blocks to look at, of `[B, 1, N]` live ones: N, or up to the last live, where `readable`."""
+    if not readable(live):
+        return live.shape[-1]
+    number = torch.arange(1, live.shape[-1] + 1, device=live.device)
+    return int((live.flatten(0, 1).any(0) * number).amax())
+
+
 def spill(index: Tensor, keep: Tensor, column: int) -> Tensor:
     """`index` where `keep`, the spill `column` elsewhere. Both broadcast; int64."""
     return torch.where(keep, index, column)
