@@ -83,7 +83,7 @@ def ring_read(ring: Tensor, start: Tensor, count: int) -> Tensor:
 
 
 def flat_rows(table: Tensor, blocks: Tensor) -> Tensor:
-    """Numbers `[B * H * m]` of rows `blocks` `[B, H, m]` in `table` `[B, H, N, F]` flattened.
+    """Numbers `[B * H * m]` of rows `blocks` `[B, H, m]` in `table` `[B, H, N, ...]` flattened.
 
     Whole rows are moved by such a number far faster than element by element, by an expanded index.
     """
@@ -180,9 +180,15 @@ def select_blocks(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns:
         ids `[B, H, count]` int64 and their scores; ids with score -inf are void.
     """
-    blocks = score.shape[-1]
-    best = torch.sort(score.flip(-1), dim=-1, descending=True, stable=True)
-    return blocks - 1 - best.indices[..., :count], best.values[..., :count]
+    # No two keys are equal, so a partial sort does: the score's bits, which order as integers once
+    # the lower ones of a negative number are flipped, then the block. -0 counts as 0.
+    bits = (score + 0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    number = torch.arange(score.shape[-1], device=score.device)
+    count = min(count, score.shape[-1])
+    keys = torch.topk((bits.long() << 32) | number, count, dim=-1).values
+    ids = keys & 0xFFFFFFFF
+    return ids, score.gather(-1, ids)
 
 
 def eviction_order(block_of_slot: Tensor, last_selected: Tensor, clock: Tensor) -> Tensor:
