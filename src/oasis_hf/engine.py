@@ -108,6 +108,8 @@ class ReferenceEngine(Engine):
         s, g = self.s, self.s.geometry
         per_group = g.group // g.block
         full = s.lengths - s.committed >= g.group + s.config.recent_tokens
+        if s.ops.readable(full) and not full.any():
+            return
         k, v = s.tail.read(s.committed, g.group)
         blocks_k, blocks_v = (t.unflatten(2, (per_group, g.block)) for t in (k, v))
         offset = torch.arange(per_group, device=s.device)
@@ -175,8 +177,13 @@ class ReferenceEngine(Engine):
 
     def _fetch(self, ids: Tensor, slots: Tensor) -> None:
         """Copy blocks `[B, H, m]` from the store to slots (-1: none)."""
-        k, v = self.s.store.gather(torch.where(slots >= 0, ids, -1))
-        self.s.pool.write(slots, k, v)
+        s = self.s
+        if s.ops.readable(slots):
+            for entries, k, v in s.store.pick(ids, slots >= 0):
+                s.pool.put(slots, entries, k, v)
+            return
+        k, v = s.store.gather(torch.where(slots >= 0, ids, -1))
+        s.pool.write(slots, k, v)
 
 
 class TritonEngine(Engine):

@@ -55,6 +55,12 @@ class ResidentPool:
         self.ops.scatter_blocks(self.k.flatten(3), target, k.flatten(3).to(self.k.device))
         self.ops.scatter_blocks(self.v.flatten(3), target, v.flatten(3).to(self.v.device))
 
+    def put(self, slots: Tensor, entries: Tensor, k: Tensor, v: Tensor) -> None:
+        """Fill some of slots `[B, H, m]`: entries `[n]` of them flattened, k `[n, b * Dk]`, v."""
+        place = self.ops.flat_rows(self.k, slots)[entries]
+        for table, rows in ((self.k, k), (self.v, v)):
+            table.view(-1, rows.shape[1]).index_copy_(0, place, rows)
+
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation."""
         self.k, self.v = fn(self.k), fn(self.v)

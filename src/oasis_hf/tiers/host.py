@@ -185,6 +185,27 @@ class HostStore:
         assert result is not None, "gather from an empty store"
         return self.unpack(result)
 
+    def pick(self, blocks: Tensor, keep: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Those of blocks `[B, H, m]` that are wanted, where all is in host memory.
+
+        Args:
+            blocks: int64.
+            keep: `[B, H, m]` bool.
+
+        Yields:
+            For each slab that has some: which entries of the flattened `blocks` they are, `[n]`;
+            their k `[n, b * Dk]` and v `[n, b * Dv]`, views of a copy.
+        """
+        g = self.geometry
+        for number, slab in enumerate(self.slabs):
+            local = blocks - number * self.slab_blocks
+            inside = keep & (local >= 0) & (local < self.slab_blocks)
+            entries = inside.flatten().nonzero().squeeze(1)
+            if entries.shape[0]:
+                place = self.ops.flat_rows(slab, local)[entries]
+                rows = slab.flatten(0, 2).index_select(0, place)
+                yield entries, *rows.split([g.block * g.k_dim, g.block * g.v_dim], 1)
+
     def _pieces(self, first: int, last: int) -> list[tuple[Tensor, int, int]]:
         """The parts of slabs that hold blocks first..last: (slab, from, to)."""
         pieces = []
