@@ -288,6 +288,8 @@ def plan_step(
 
 def _fill_hidden(rows: Tensor, seen: Tensor) -> Tensor:
     """Zero what no query sees: a masked place may hold anything, NaN included."""
+    if readable(seen) and seen.all():
+        return rows
     return torch.where(seen, rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
