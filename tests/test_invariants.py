@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from oasis_hf import OasisCache
 from oasis_hf.index import INDEXES, keys2bit
 from oasis_hf.index.minmax import MinMaxIndex
 from oasis_hf.integration.turns import turn
-from oasis_kernels.reference import step as torch_step
+from oasis_kernels.reference import primitives
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
@@ -371,11 +372,16 @@ class _FindCalled(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def unreadable() -> Any:
+    """The reference's general path: that of a device, whose values the host must not look at."""
+    return mock.patch.object(primitives, "readable", return_value=False)
+
+
 class NoHostSync:
     """Raises `HostSyncError` at anything that would make the host wait for a device."""
 
     def __enter__(self) -> None:
-        self._modes = (_FindCalled(), _FindDispatched())
+        self._modes = (unreadable(), _FindCalled(), _FindDispatched())
         for mode in self._modes:
             mode.__enter__()
 
@@ -415,16 +421,32 @@ def _walk_steps(model: Any, cache: OasisCache, batch: int, mask: Tensor | None) 
 @pytest.mark.filterwarnings("ignore:module forward hook")
 @policies
 @pytest.mark.parametrize("padded", [False, True], ids=["one row", "padded batch"])
-def test_no_host_sync_in_a_step(
-    policy: dict[str, Any], padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a device: values of tensors on a CPU may be looked at, others' may not."""
-    monkeypatch.setattr(torch_step, "looks", lambda flags: False)
+def test_no_host_sync_in_a_step(policy: dict[str, Any], padded: bool) -> None:
     model = tiny_model("llama")
     cache = OasisCache(model, **(SPARSE | policy | {"recent_tokens": 0}))
     before = cache.layers[0]
     walk_steps(model, cache, left_padded([0, 50])[1] if padded else None)
     assert before.parts.frontier.committed[0] > 128 and cache.stats().steps == 10
+
+
+@policies
+@pytest.mark.parametrize("candidates", [64, 8192], ids=["some refined", "all refined"])
+def test_looking_at_values_changes_no_result(
+    policy: dict[str, Any], candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step leaves out on the host, where values may be read, has no effect."""
+    monkeypatch.setattr(keys2bit, "LEAST_CANDIDATES", candidates)
+    short, general = (Driver(**(policy | {"backend": "reference"})) for _ in range(2))
+    with unreadable():
+        want = talk(general)
+    got = talk(short)
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other)
+    for one, other in zip(
+        short.layer.parts.residency.tables, general.layer.parts.residency.tables, strict=True
+    ):
+        assert torch.equal(one[..., :-1], other[..., :-1])
+    assert short.cache.stats() == general.cache.stats()
 
 
 def _item(x: Tensor) -> Tensor:

@@ -64,6 +64,13 @@ def test_blocks_are_gathered_and_scattered_per_head() -> None:
     assert torch.equal(table[untouched], before[untouched])
 
 
+def test_equal_scores_prefer_the_later_block_whatever_their_sign() -> None:
+    score = torch.tensor([-1.5, 0.0, float("inf"), -0.0, 2.0, -1.5, float("-inf"), -2.0])
+    ids, best = ops.select_blocks(score.expand(1, 1, -1), 8)
+    assert ids[0, 0].tolist() == [2, 4, 3, 1, 5, 0, 7, 6]
+    assert torch.equal(best, score[ids])
+
+
 # ---- summaries -----------------------------------------------------------------------------------
 
 

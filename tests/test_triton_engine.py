@@ -218,7 +218,7 @@ class Step:
             seen = live[:, :, None, : got.shape[-1]].expand_as(want)
         else:
             codes, lowest, step = index.arrays.values()
-            want = index._blocks(rows, index.ops.dequantize_keys_2bit(codes, lowest, step))
+            want = index._blocks(rows, codes, lowest, step)
             per_group = scan.per_group
             ids = scan.chosen.long()[..., None] * per_group + torch.arange(per_group, device=DEVICE)
             ids = ids.flatten(1).view(*rows.shape[:2], 1, -1).expand(-1, -1, rows.shape[2], -1)

@@ -53,4 +53,5 @@ def quantize_keys_2bit(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def dequantize_keys_2bit(codes: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
     """Inverse of `quantize_keys_2bit`, in float32: `[..., g, D]`."""
     code = torch.cat([(codes >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
-    return code.float() * step.float().unsqueeze(-2) + lowest.float().unsqueeze(-2)
+    # In place: a fresh tensor of this size costs a host more than the arithmetic on it.
+    return code.float().mul_(step.float().unsqueeze(-2)).add_(lowest.float().unsqueeze(-2))

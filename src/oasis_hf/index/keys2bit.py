@@ -93,22 +93,25 @@ class Keys2BitIndex(Index):
 
     def block_logits(self, query: Tensor, live: Tensor) -> Tensor:
         """Log of the block's summed attention under two-bit keys; -inf for non-candidates."""
-        codes, lowest, step = (self.arrays[n][:, :, :-1] for n in ("codes", "lowest", "step"))
-        groups, tokens = codes.shape[2], codes.shape[3]
+        arrays = [self.arrays[name] for name in ("codes", "lowest", "step")]
+        tokens = arrays[0].shape[3]
         per_group = tokens // self.block
+        groups = max(1, ceil_div(self.ops.last_live(live), per_group))
         wanted = ceil_div(candidate_tokens(self.budget_blocks * self.block), tokens)
         if wanted >= groups:
-            keys = self.ops.dequantize_keys_2bit(codes, lowest, step)
-            return self._blocks(query, keys)
-        chosen = self._candidates(query, lowest, step, live[:, :, ::per_group], wanted)
+            fine = self._blocks(query, *(array[:, :, :groups] for array in arrays))
+            return self._padded(fine, live)
+        lowest, step = (array[:, :, :groups] for array in arrays[1:])
+        known = live[:, :, : groups * per_group : per_group]
+        chosen = self._candidates(query, lowest, step, known, wanted)
         parts = [
             self.ops.gather_blocks(array.flatten(3), chosen).unflatten(3, array.shape[3:])
-            for array in (codes, lowest, step)
+            for array in arrays
         ]
-        fine = self._blocks(query, self.ops.dequantize_keys_2bit(*parts))
+        fine = self._blocks(query, *parts)
         offset = torch.arange(per_group, device=query.device)
         target = (chosen[..., None] * per_group + offset).flatten(2)[:, :, None].expand_as(fine)
-        everything = fine.new_full((*fine.shape[:3], groups * per_group), float("-inf"))
+        everything = fine.new_full((*fine.shape[:3], live.shape[-1]), float("-inf"))
         return everything.scatter(3, target, fine)
 
     def _candidates(
@@ -120,7 +123,13 @@ class Keys2BitIndex(Index):
         score = self.ops.reduce_rows(bound, live, None, "mean")
         return self.ops.select_blocks(score, count)[0]
 
-    def _blocks(self, query: Tensor, keys: Tensor) -> Tensor:
-        """Log-sum of exp over each block: keys `[B, H, n, g, D]` to `[B, H, Q, blocks]`."""
+    def _blocks(self, query: Tensor, codes: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
+        """Log-sum of exp over each block: codes `[B, H, n, g, D/4]` to `[B, H, Q, blocks]`."""
+        keys = self.ops.dequantize_keys_2bit(codes, lowest, step)
         logits = query @ keys.flatten(2, 3).transpose(-1, -2)
         return torch.logsumexp(logits.unflatten(-1, (-1, self.block)), -1)
+
+    def _padded(self, logits: Tensor, live: Tensor) -> Tensor:
+        """Logits of the first blocks, and -inf for the others of `[B, 1, N]`."""
+        missing = live.shape[-1] - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

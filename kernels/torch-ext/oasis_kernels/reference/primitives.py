@@ -18,6 +18,23 @@ NEG_INF = float("-inf")
 LEAST_SHARE = 0x30000000  # 2**-31, as the bits of a float32.
 
 
+def readable(x: Tensor) -> bool:
+    """Whether values may be looked at: in host memory, where no device has to be waited for.
+
+    There a step leaves out work that has no effect. Its results are those of the general path,
+    and so are its tables but for free slots and spills.
+    """
+    return x.device.type == "cpu"
+
+
+def last_live(live: Tensor) -> int:
+    """Blocks to look at, of `[B, 1, N]` live ones: N, or up to the last live, where `readable`."""
+    if not readable(live):
+        return live.shape[-1]
+    number = torch.arange(1, live.shape[-1] + 1, device=live.device)
+    return int((live.flatten(0, 1).any(0) * number).amax())
+
+
 def spill(index: Tensor, keep: Tensor, column: int) -> Tensor:
     """`index` where `keep`, the spill `column` elsewhere. Both broadcast; int64."""
     return torch.where(keep, index, column)
@@ -60,14 +77,32 @@ def ring_read(ring: Tensor, start: Tensor, count: int) -> Tensor:
     return ring.gather(2, index[:, None, :, None].expand(shape))
 
 
+def flat_rows(table: Tensor, blocks: Tensor) -> Tensor:
+    """Numbers `[B * H * m]` of rows `blocks` `[B, H, m]` in `table` `[B, H, N, ...]` flattened.
+
+    Whole rows are moved by such a number far faster than element by element, by an expanded index.
+    """
+    batch, heads, count = table.shape[:3]
+    first = torch.arange(0, batch * heads * count, count, device=blocks.device)
+    return (blocks + first.view(batch, heads, 1)).flatten()
+
+
 def gather_blocks(table: Tensor, blocks: Tensor) -> Tensor:
     """Rows `blocks` `[B, H, m]` of `table` `[B, H, N, F]`: `[B, H, m, F]`."""
-    return table.gather(2, blocks[..., None].expand(-1, -1, -1, table.shape[3]))
+    rows = table.flatten(0, 2).index_select(0, flat_rows(table, blocks))
+    return rows.view(*blocks.shape, table.shape[3])
 
 
 def scatter_blocks(table: Tensor, blocks: Tensor, rows: Tensor) -> None:
-    """Write `rows` `[B, H, m, F]` at `blocks` `[B, H, m]` of `table` `[B, H, N, F]`, in place."""
-    table.scatter_(2, blocks[..., None].expand(-1, -1, -1, table.shape[3]), rows)
+    """Write `rows` `[B, H, m, F]` at `blocks` `[B, H, m]` of `table` `[B, H, N, F]`, in place.
+
+    Args:
+        table: contiguous.
+        blocks: each once per head, but for the spill, which may get any of its rows.
+        rows: of the dtype of `table`.
+    """
+    flat = table.view(-1, table.shape[3])
+    flat.index_copy_(0, flat_rows(table, blocks), rows.flatten(0, 2))
 
 
 def bound_logits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -140,9 +175,15 @@ def select_blocks(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns:
         ids `[B, H, count]` int64 and their scores; ids with score -inf are void.
     """
-    blocks = score.shape[-1]
-    best = torch.sort(score.flip(-1), dim=-1, descending=True, stable=True)
-    return blocks - 1 - best.indices[..., :count], best.values[..., :count]
+    # No two keys are equal, so a partial sort does: the score's bits, which order as integers once
+    # the lower ones of a negative number are flipped, then the block. -0 counts as 0.
+    bits = (score + 0.0).view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    number = torch.arange(score.shape[-1], device=score.device)
+    count = min(count, score.shape[-1])
+    keys = torch.topk((bits.long() << 32) | number, count, dim=-1).values
+    ids = keys & 0xFFFFFFFF
+    return ids, score.gather(-1, ids)
 
 
 def eviction_order(block_of_slot: Tensor, last_selected: Tensor, clock: Tensor) -> Tensor:
@@ -242,6 +283,8 @@ def plan_step(
 
 def _fill_hidden(rows: Tensor, seen: Tensor) -> Tensor:
     """Zero what no query sees: a masked place may hold anything, NaN included."""
+    if readable(seen) and seen.all():
+        return rows
     return torch.where(seen, rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 

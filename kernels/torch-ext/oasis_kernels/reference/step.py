@@ -87,17 +87,12 @@ def append(
     first = parts.frontier.committed - opened.moved * group
     for number in range(parts.rules.flushes):
         leaving = number < opened.moved
-        if looks(leaving) and not bool(leaving.any()):
+        if p.readable(leaving) and not leaving.any():
             break
         _move_group(parts, first + number * group, leaving)
     real = opened.positions >= 0
     for ring, states in ((parts.tail.k, key), (parts.tail.v, value)):
         p.ring_write(ring, states, opened.positions, real)
-
-
-def looks(flags: Tensor) -> bool:
-    """Whether values may be looked at: elsewhere than on a CPU that would wait for the device."""
-    return flags.device.type == "cpu"
 
 
 def _move_group(parts: Parts, first: Tensor, leaving: Tensor) -> None:
@@ -220,8 +215,16 @@ def again(parts: Parts, plan: Plan) -> None:
 def fetch(parts: Parts, plan: Plan, which: int) -> tuple[Tensor, ...]:
     """As in `api.Backend`."""
     assert plan.step is not None and which in (NOW, LATER)
-    slots = plan.step.later if which == LATER else plan.step.now
-    k, v = parts.store.gather(torch.where(slots >= 0, plan.step.ids, -1))
+    ids, slots = plan.step.ids, plan.step.later if which == LATER else plan.step.now
+    if p.readable(slots):
+        # The fetches of each head, in front; most blocks are there already.
+        listed = slots >= 0
+        count = int(listed.sum(-1).amax())
+        if not count:
+            return ()
+        front = listed.int().topk(count, dim=-1).indices
+        ids, slots = ids.gather(-1, front), slots.gather(-1, front)
+    k, v = parts.store.gather(torch.where(slots >= 0, ids, -1))
     write_pool(parts, slots, k, v)
     return ()
 
