@@ -279,7 +279,8 @@ class CacheState(compat.Cache):
         if self.hook is None:
             if self._broken:
                 self._abandon()
-        elif self._uneven:
+        elif self._uneven or self._recurrent:
+            # How far a recurrent state has come cannot be seen.
             self.hook.settle(self)
         else:
             self.hook.keep()
