@@ -140,9 +140,7 @@ class Step:
         del layer.step.scores
         layer.parts.cold = False
         layer.parts.join()
-        mask = layer.parts.tail.mask(
-            layer.parts.frontier.lengths, layer.parts.frontier.committed, positions
-        )
+        mask = OPS.tail_mask(layer.parts, positions)
         queries = Queries(query, positions, AttentionSpec(scaling))
         score, fill = self.scores(queries, scans[0].chosen)
         self.check_scan(scans[0], query.float() * scaling, mask)

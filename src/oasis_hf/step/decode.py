@@ -29,6 +29,7 @@ class DecodeStep:
     def __init__(self, parts: LayerParts) -> None:
         self.parts = parts
         self.ops: Any = kernels(parts.backend)
+        self.torch_ops: Any = kernels("reference")
         self.kernel = parts.index.kernel(parts.backend)
         self.predictor = parts.config.predictor
         self._planned, self._epoch = False, 0
@@ -141,7 +142,7 @@ class DecodeStep:
 
     def _score(self, queries: Queries) -> Tensor:
         """The index's score `[B, H, N]` of every block, in torch."""
-        parts, torch_ops = self.parts, kernels("reference")
+        parts, torch_ops = self.parts, self.torch_ops
         scaled = queries.query.float() * queries.spec.scaling
         mask = torch_ops.tail_mask(parts, queries.positions)
         rest = torch_ops.tail_logsumexp(scaled, parts.tail.k, mask)

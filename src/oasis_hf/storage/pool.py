@@ -1,7 +1,6 @@
 """The bounded working set in fast memory: resident blocks, and the tail of newest tokens."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -9,11 +8,8 @@ from torch import Tensor
 from ..geometry import LayerGeometry
 
 
-class ResidentPool:
-    """K and V `[B, H, S + 1, b, D]` of the resident blocks; the last slot is the spill.
-
-    It has no slots at first: `ensure` gives it as many as the context needs.
-    """
+class _Pair:
+    """K and V `[B, H, *places, D]`; the last place is the spill."""
 
     def __init__(
         self,
@@ -21,18 +17,32 @@ class ResidentPool:
         batch: int,
         dtype: torch.dtype,
         device: torch.device,
-        ops: ModuleType,
+        *places: int,
     ) -> None:
-        g = geometry
-        shape = (batch, g.kv_heads, 1, g.block)
-        self.ops = ops
-        self.k = torch.zeros(*shape, g.k_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(*shape, g.v_dim, dtype=dtype, device=device)
+        shape = (batch, geometry.kv_heads, *places)
+        self.k = torch.zeros(*shape, geometry.k_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(*shape, geometry.v_dim, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return self.k.nbytes + self.v.nbytes
+
+    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation."""
+        self.k, self.v = fn(self.k), fn(self.v)
+
+
+class ResidentPool(_Pair):
+    """K and V `[B, H, S + 1, b, D]` of the resident blocks.
+
+    It has no slots at first: `ensure` gives it as many as the context needs.
+    """
+
+    def __init__(
+        self, geometry: LayerGeometry, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(geometry, batch, dtype, device, 1, geometry.block)
 
     @property
     def slots(self) -> int:
@@ -49,67 +59,16 @@ class ResidentPool:
             table[:, :, :old] = held[:, :, :old]
         self.k, self.v = grown
 
-    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Fill slots `[B, H, m]` (-1 is dropped) with k `[B, H, m, b, Dk]` and v."""
-        target = torch.where(slots >= 0, slots, self.k.shape[2] - 1)
-        self.ops.scatter_blocks(self.k.flatten(3), target, k.flatten(3).to(self.k.device))
-        self.ops.scatter_blocks(self.v.flatten(3), target, v.flatten(3).to(self.v.device))
 
-    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a batch operation."""
-        self.k, self.v = fn(self.k), fn(self.v)
-
-
-class Tail:
-    """A ring of the newest tokens, unverified ones included; position p sits at p mod R."""
+class Tail(_Pair):
+    """A ring `[B, H, R + 1, D]` of the newest tokens, unverified ones too; p sits at p mod R."""
 
     def __init__(
-        self,
-        geometry: LayerGeometry,
-        batch: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: ModuleType,
+        self, geometry: LayerGeometry, batch: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        g = geometry
-        self.ops = ops
-        self.k = torch.zeros(batch, g.kv_heads, g.ring + 1, g.k_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(batch, g.kv_heads, g.ring + 1, g.v_dim, dtype=dtype, device=device)
+        super().__init__(geometry, batch, dtype, device, geometry.ring + 1)
 
     @property
     def places(self) -> int:
         """Capacity R."""
         return self.k.shape[2] - 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.k.nbytes + self.v.nbytes
-
-    def write(self, k: Tensor, v: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Put tokens k `[B, H, T, Dk]`, v at positions `[B, T]` where valid `[B, T]`."""
-        self.ops.ring_write(self.k, k, positions, valid)
-        self.ops.ring_write(self.v, v, positions, valid)
-
-    def read(self, start: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens from position start `[B]`: k `[B, H, count, Dk]` and v."""
-        return self.ops.ring_read(self.k, start, count), self.ops.ring_read(self.v, start, count)
-
-    def mask(self, lengths: Tensor, committed: Tensor, rows: Tensor) -> Tensor:
-        """Which places each query row sees.
-
-        Args:
-            lengths: `[B]` tokens so far, the rows of this step included.
-            committed: `[B]` tokens that left the tail for the store.
-            rows: `[B, T]` positions of the query rows.
-
-        Returns:
-            `[B, T, R]` bool.
-        """
-        position = self.ops.ring_positions(lengths, self.places)
-        held = position >= committed[:, None]
-        return held[:, None] & (position[:, None] <= rows[:, :, None])
-
-    def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a batch operation."""
-        self.k, self.v = fn(self.k), fn(self.v)

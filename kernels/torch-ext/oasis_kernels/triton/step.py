@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..api import Choice, Opened, Parts, Queries, Scores
+from ..reference.primitives import ring_read
 from . import launch
 from .buffers import INT32, Plan
 
@@ -71,14 +72,11 @@ def append(
 
 def _index_moved(parts: Parts, opened: Opened) -> None:
     """Index the groups that leave the tail, for an index that is written in torch."""
-    group, ring = parts.rules.group, parts.tail.k
+    group = parts.rules.group
     start = parts.frontier.committed - opened.moved * group
-    offset = torch.arange(group, device=ring.device)
-    shape = (-1, ring.shape[1], -1, ring.shape[3])
     for number in range(parts.rules.flushes):
         first = start + number * group
-        place = (first[:, None] + offset) % (ring.shape[2] - 1)
-        keys = ring.gather(2, place[:, None, :, None].expand(shape))
+        keys = ring_read(parts.tail.k, first, group)
         parts.index.write(first // group, keys, number < opened.moved)
 
 
