@@ -329,8 +329,11 @@ class Operations:
                 assert torch.equal(pool[row, heads, places], split[heads, blocks])
 
     def check_index(self) -> None:
-        """Every full group has its summary."""
+        """Every full group has its summary, unless the index has nothing to rank yet."""
         layer = self.driver.layer
+        index = layer.parts.index
+        if not index.ready:
+            return
         for row, (k, _) in enumerate(self.rows):
             done = int(layer.parts.frontier.committed[row])
             if not done:
@@ -338,9 +341,10 @@ class Operations:
             groups = (
                 k[None, :, :done].unflatten(2, (-1, layer.parts.geometry.group)).to(layer.device)
             )
-            for name, part in layer.parts.index.encode(groups).items():
-                stored = layer.parts.index.arrays[name][row : row + 1, :, : part.shape[2]]
-                assert torch.equal(stored, part), name
+            for name, part in index.encode_rows(slice(row, row + 1), groups).items():
+                same = index.arrays[name][row : row + 1, :, : part.shape[2]] == part
+                # Products of matrices are rounded by the size of the batch, and by the engine.
+                assert same.float().mean() > 0.999 if index.learns else same.all(), name
 
 
 class Player:

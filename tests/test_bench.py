@@ -404,7 +404,7 @@ def test_compiled_cases_have_a_gate_of_their_own(monkeypatch: pytest.MonkeyPatch
     )
     assert "error" not in record["rows"][0]
     assert "logits differ by 3" in record["rows"][1]["error"]
-    checks = {"keys2bit", "keys2bit-fine", "keys2bit-skip", "minmax", "minmax8"}
+    checks = {"keys2bit", "keys2bit-fine", "keys2bit-skip", "pca", "minmax", "minmax8"}
     assert set(record["gate"]) == checks
 
 

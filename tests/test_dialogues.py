@@ -29,6 +29,7 @@ engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 POLICIES: dict[str, dict[str, Any]] = {
     "keys2bit": {},
     "minmax": {"index": "minmax"},
+    "pca": {"index": "pca"},
     "skip": {"on_miss": "skip"},
     "exact": {"verification": "exact"},
 }

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "skip": {"full": False, "padded": True, "on_miss": "skip", "head_room": 1},
     "exact": {"full": True, "padded": False, "verification": "exact", "recent_tokens": 8},
     "block 4": {"full": False, "padded": True, "block_size": 4, "index": "minmax8"},
+    "pca": {"full": False, "padded": True, "index": "pca"},
     "no kernel": {"full": True, "padded": True, "index": "mean"},
 }
 
@@ -45,7 +46,7 @@ def operations(backend: str, kind: str, batch: int = 2, kv_heads: int = 2) -> Op
 
 
 @pytest.mark.skipif(GPU, reason="more of it is played on the GPU")
-@pytest.mark.parametrize("kind", ["keys2bit", "skip", "exact"])
+@pytest.mark.parametrize("kind", ["keys2bit", "pca", "skip", "exact"])
 def test_any_order_in_the_interpreter(kind: str) -> None:
     """Every address that a kernel reads or writes is in bounds, whatever came before."""
     on = operations("triton", kind, kv_heads=1)

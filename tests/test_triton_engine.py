@@ -21,6 +21,7 @@ from oasis_hf.layers.layer import OasisLayer
 from oasis_hf.layers.ledger import PaddingLedger
 from oasis_hf.ops import AttentionSpec, Queries, kernels
 from oasis_hf.step.inputs import AttentionInputs
+from oasis_hf.storage import moves
 
 OPS = kernels("reference")
 SEED = int(os.environ.get("OASIS_SEED", "1"))
@@ -38,6 +39,10 @@ CASES = {
     "minmax-max": {"index": "minmax", "reduction": "max"},
     "minmax8-fetch": {"index": "minmax8"},
     "minmax8-float16": {"index": "minmax8", "dtype": torch.float16, "rows": 2},
+    "pca": {"index": "pca"},
+    "pca-block-4": {"index": "pca", "block_size": 4, "rows": 2},
+    "pca-odd-dims": {"index": "pca", "dim": 24, "v_dim": 40, "group": 3, "on_miss": "skip"},
+    "pca-float16": {"index": "pca", "dtype": torch.float16, "block_size": 32},
     "mean-no-kernel": {"index": "mean"},
     "no-head-room": {"head_room": 1.0},
     "block-8": {"block_size": 8},
@@ -70,6 +75,9 @@ def build(
     chosen = {"budget": 64, "sink_tokens": 16, "recent_tokens": 16, "max_rows": 4} | options
     layer = OasisLayer(OasisConfig(backend=backend, **chosen), 0, PaddingLedger())
     layer.adopt(k, v, torch.tensor(lengths, device=DEVICE), max(lengths))
+    if layer.parts.unlearned_after(0):
+        layer.parts.index.observe(k[:, :, None, -32:], None)
+        moves.learn(layer.parts)
     return layer
 
 
@@ -84,7 +92,10 @@ def assert_same(torch_layer: OasisLayer, triton_layer: OasisLayer) -> None:
     groups = int(torch_layer.parts.frontier.committed.min()) // torch_layer.parts.geometry.group
     for name, array in torch_layer.parts.index.arrays.items():
         other = triton_layer.parts.index.arrays[name]
-        assert torch.equal(array[:, :, :groups], other[:, :, :groups]), name
+        same = array[:, :, :groups] == other[:, :, :groups]
+        # What is computed by a product of matrices is rounded otherwise, now and then.
+        part = float(same.float().mean()) if groups else 1.0
+        assert part > 0.999 if torch_layer.parts.index.learns else same.all(), name
     lengths = torch_layer.parts.frontier.lengths.tolist()
     for ours, theirs in zip(
         torch_layer.history(lengths)[:2], triton_layer.history(lengths)[:2], strict=True

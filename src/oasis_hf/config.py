@@ -8,7 +8,7 @@ from .geometry import budgeted_blocks, capped_blocks
 from .lookahead import LRU, Predictor, predictor
 from .misses import MissPolicy, policy_of
 
-INDEX_NAMES = ("keys2bit", "minmax", "minmax8", "mean", "streaming", "oracle")
+INDEX_NAMES = ("keys2bit", "pca", "minmax", "minmax8", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
 REDUCTIONS = ("mean", "max")
 VERIFICATIONS = ("shared", "exact")
@@ -17,6 +17,8 @@ DEFAULT_CAP = 0.05
 paper's choice."""
 BLOCK, FINEST_BLOCK = 16, 4
 """Tokens per block: the usual, and the fewest that `block_size="auto"` takes."""
+FINE_INDEXES = ("keys2bit", "pca")
+"""Indexes that rank single tokens, of the same size with finer blocks."""
 FINE_BLOCKS = 64
 """Blocks of budget that `block_size="auto"` makes at least, where finer blocks cost no index."""
 
@@ -34,9 +36,10 @@ class OasisConfig:
             None for all of them: exact attention. Whatever it is, memory and time follow the
             context where that is shorter.
         block_size: tokens per block, the unit of choosing and moving; a power of two. "auto" is 16,
-            or where the index is "keys2bit" and on_miss "fetch", as fine as makes 64 blocks of the
-            budget, 4 at the least: finer blocks hold more of the attention at the same budget, of
-            such an index and slots of the same size; they take longer to rank and to move.
+            or where the index is "keys2bit" or "pca" and on_miss "fetch", as fine as makes 64
+            blocks of the budget, 4 at the least: finer blocks hold more of the attention at the
+            same budget, of such an index and slots of the same size; they take longer to rank and
+            to move.
         head_room: resident slots per block of budget, at least 1. Slots beyond the budget only
             cache: they make a block that comes back free of a transfer.
         sink_tokens: first tokens of the context, always chosen (rounded up to blocks).
@@ -236,7 +239,7 @@ class OasisConfig:
         """Tokens per block: `block_size`, or what "auto" comes to."""
         if not isinstance(self.block_size, str):
             return self.block_size
-        if getattr(self.index, "name", self.index) != "keys2bit" or self.on_miss != "fetch":
+        if getattr(self.index, "name", self.index) not in FINE_INDEXES or self.on_miss != "fetch":
             return BLOCK
         if self.budget is None:
             return BLOCK

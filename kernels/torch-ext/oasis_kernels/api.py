@@ -31,6 +31,8 @@ from torch import Tensor
 BACKENDS = ("reference", "triton")
 NOW, LATER = 0, 1
 """Lists of a plan: fetched before attention, and after it, for the next step."""
+WRITTEN = "written"
+"""Form of an index whose groups were written before `append`, or are not to be written."""
 SUMS = ("wanted", "hits", "now", "later", "turnover", "filled", "steps")
 """What plans count: blocks over all sequences and heads, and steps. See `Parts.sums`."""
 
@@ -254,7 +256,7 @@ class Backend(Protocol):
 
         Args:
             form: how the index is written by the backend itself (one of its `FORMS`); None if
-                `Index.write` does it.
+                `Index.write` does it, `WRITTEN` if it is left alone.
         """
 
     def given(self, score: Tensor, positions: Tensor) -> Scores:

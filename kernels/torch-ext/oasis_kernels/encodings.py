@@ -1,4 +1,4 @@
-"""How an index stores keys in few bits: 8-bit floats, and two bits per element.
+"""How an index stores keys in few bits: 8-bit floats, two bits per element, planes of two bits.
 
 Bytes mean the same to every backend. Letters: g tokens per index group, D head dimension.
 """
@@ -55,3 +55,38 @@ def dequantize_keys_2bit(codes: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
     code = torch.cat([(codes >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
     # In place: a fresh tensor of this size costs a host more than the arithmetic on it.
     return code.float().mul_(step.float().unsqueeze(-2)).add_(lowest.float().unsqueeze(-2))
+
+
+def pack_planes(levels: Tensor, leading: int) -> tuple[Tensor, Tensor]:
+    """Planes of two bits, in which four consecutive tokens share a byte, the first lowest.
+
+    Args:
+        levels: `[..., g, D]` uint8, below 16 in the leading channels and below 4 in the others; g a
+            multiple of 4.
+        leading: how many channels have four bits.
+
+    Returns:
+        codes `[..., g / 4, D]`: the levels of two bits, and the upper two bits of the others; fine
+        `[..., g / 4, leading]`: the lower two bits of these.
+    """
+    first = levels[..., :leading]
+    return (
+        _pack_tokens(torch.cat([first >> 2, levels[..., leading:]], -1)),
+        _pack_tokens(first & 3),
+    )
+
+
+def _pack_tokens(codes: Tensor) -> Tensor:
+    """Four tokens a byte: `[..., g, C]` below 4 to `[..., g / 4, C]`."""
+    c0, c1, c2, c3 = codes.unflatten(-2, (-1, 4)).unbind(-2)
+    return c0 | (c1 << 2) | (c2 << 4) | (c3 << 6)
+
+
+def unpack_planes(codes: Tensor, fine: Tensor) -> Tensor:
+    """Levels in float32 `[..., g, D]`: the inverse of `pack_planes`."""
+    upper, lower = (
+        torch.stack([(plane >> shift) & 3 for shift in (0, 2, 4, 6)], -2).flatten(-3, -2)
+        for plane in (codes, fine)
+    )
+    leading = fine.shape[-1]
+    return torch.cat([upper[..., :leading] * 4 + lower, upper[..., leading:]], -1).float()

@@ -10,6 +10,7 @@ from .checks import check_class, check_group, check_index
 from .kernel import IndexKernel
 from .keys2bit import Keys2BitIndex
 from .minmax import MinMax8Index, MinMaxIndex
+from .pca import PrincipalKeysIndex
 from .simple import MeanKeyIndex, OracleIndex, StreamingIndex
 
 INDEXES: dict[str, type[Index]] = {
@@ -18,6 +19,7 @@ INDEXES: dict[str, type[Index]] = {
         Keys2BitIndex,
         MinMaxIndex,
         MinMax8Index,
+        PrincipalKeysIndex,
         MeanKeyIndex,
         StreamingIndex,
         OracleIndex,
@@ -91,6 +93,7 @@ __all__ = [
     "MinMax8Index",
     "MinMaxIndex",
     "OracleIndex",
+    "PrincipalKeysIndex",
     "StreamingIndex",
     "build_index",
     "built_in",

@@ -31,6 +31,9 @@ class Index(ABC):
         arrays: stored tensors `[B, H, groups + 1, ...]`; the last group is the spill.
         kernels: by name of a backend, kernels that scan the index there. They are a class's own: a
             subclass, which may store something else, names its own.
+        learns: whether the index is fitted to a context, once it outgrows the budget.
+        learned: what was learned, tensors `[B, ...]`.
+        ready: whether groups are indexed; of an index that learns, once it has been fitted.
         watched: whether the next scores are checked, those of an index that is not built in.
     """
 
@@ -38,12 +41,15 @@ class Index(ABC):
     estimates_mass: ClassVar[bool] = False
     coarse: ClassVar[tuple[str, ...] | None] = None
     kernels: ClassVar[Mapping[str, IndexKernel]] = {}
+    learns: ClassVar[bool] = False
     watched: bool = False
 
     def __init__(self, block: int, budget_blocks: int, reduction: str, ops: ModuleType) -> None:
         self.block, self.budget_blocks = block, budget_blocks
         self.reduction, self.ops = reduction, ops
         self.arrays: dict[str, Tensor] = {}
+        self.learned: dict[str, Tensor] = {}
+        self.ready = not self.learns
         self.capacity = 0
 
     def kernel(self, backend: str) -> IndexKernel | None:
@@ -60,6 +66,10 @@ class Index(ABC):
     def encode(self, keys: Tensor) -> dict[str, Tensor]:
         """Summarise full groups: keys `[B, H, n, g, D]` to 4-D or larger `[B, H, n, ...]`."""
 
+    def encode_rows(self, rows: slice, keys: Tensor) -> dict[str, Tensor]:
+        """`encode` for some sequences, where it depends on what was learned of them."""
+        return self.encode(keys)
+
     @abstractmethod
     def block_logits(self, query: Tensor, live: Tensor) -> Tensor:
         """Log-score of every block for every query row.
@@ -72,6 +82,27 @@ class Index(ABC):
         Returns:
             `[B, H, Q, N]` float32; -inf leaves a block out.
         """
+
+    def observe(self, query: Tensor, valid: Tensor | None) -> None:
+        """See queries of the context, before an index that learns is fitted.
+
+        Args:
+            query: `[B, H, G, T, D]`.
+            valid: `[B, T]` bool, False for padding; None if all rows are real.
+        """
+        return
+
+    def fit(self, rows: slice, keys: Tensor) -> None:
+        """Learn from the keys `[B', H, n, D]` of some sequences; they are indexed afterwards."""
+        return
+
+    def fitted(self, tokens: int) -> None:
+        """Every sequence has been fitted, to `tokens` tokens: groups are indexed from now on."""
+        self.ready = True
+
+    def outdated(self, tokens: int) -> bool:
+        """Whether an index that learns is to be fitted before it ranks the blocks of `tokens`."""
+        return not self.ready
 
     def ensure(self, blocks: int) -> None:
         """Grow the capacity to at least `blocks` blocks."""
@@ -110,7 +141,7 @@ class Index(ABC):
 
     def write_range(self, rows: slice, first: int, keys: Tensor) -> None:
         """Index consecutive groups from `first` of some sequences: keys `[B', H, n, g, D]`."""
-        for name, part in self.encode(keys).items():
+        for name, part in self.encode_rows(rows, keys).items():
             self.arrays[name][rows, :, first : first + part.shape[2]] = part
 
     def score(self, query: Tensor, committed: Tensor, rest: Tensor) -> Tensor:
@@ -146,8 +177,9 @@ class Index(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(x.nbytes for x in (*self.arrays.values(), *self.learned.values()))
 
     def map_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation."""
         self.arrays = {name: fn(array) for name, array in self.arrays.items()}
+        self.learned = {name: fn(array) for name, array in self.learned.items()}

@@ -273,6 +273,9 @@ class OasisLayer(CacheLayerMixin):
                 prompt, drafts = inputs.split(inputs.rows - self.forward.drafts)
                 return torch.cat([self._attend_prompt(prompt), self._attend_in_turn(drafts)], 2)
             return self._attend_prompt(inputs)
+        if parts.unlearned_after(0):
+            self._observe(inputs)
+            moves.learn(parts)
         if self.config.verification == "exact" and inputs.rows > 1:
             if not inputs.new:
                 raise OasisUnsupportedError(
@@ -291,10 +294,20 @@ class OasisLayer(CacheLayerMixin):
     def _attend_prompt(self, inputs: AttentionInputs) -> Tensor:
         """Attend densely to all earlier tokens and to these, then store these."""
         following = None if self.following is None else self.following._parts
+        if self.parts.index.learns:
+            self._observe(inputs)
         out = self.prompts.attend(self.parts, inputs, following)
         if inputs.new:
             moves.extend(self.parts, inputs.key, inputs.value, inputs.valid, self._kept)
         return out
+
+    def _observe(self, inputs: AttentionInputs) -> None:
+        """Show the queries to an index that learns."""
+        valid = inputs.valid
+        if valid is not None:
+            valid = valid[:, -inputs.query.shape[2] :]
+        query = inputs.query.unflatten(1, (self.parts.geometry.kv_heads, -1))
+        self.parts.index.observe(query, valid)
 
     def _attend_in_turn(self, inputs: AttentionInputs) -> Tensor:
         """The rows of a verification one after the other, each a step as in plain decoding."""

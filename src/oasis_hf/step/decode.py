@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..lookahead import Predictor, Rounds
-from ..ops import LATER, NOW, AttentionSpec, Choice, Queries, Scores, kernels
+from ..ops import LATER, NOW, WRITTEN, AttentionSpec, Choice, Queries, Scores, kernels
 from ..storage.parts import LayerParts
 
 
@@ -58,12 +58,21 @@ class DecodeStep:
         parts = self.parts
         parts.join()
         self.fit()
-        form = None if self.kernel is None else self.kernel.form
         opened = self.ops.open_step(parts, self.plan, key.shape[2], valid)
+        form = self._index_form(opened.moved)
         self.ops.append(parts, opened, key, value, valid, form)
         self._planned = False
         positions: Tensor = opened.positions
         return positions
+
+    def _index_form(self, moved: Tensor) -> str | None:
+        """How `append` writes the groups that leave the tail to the index, if not written here."""
+        if not self.parts.index.ready:
+            return WRITTEN
+        if self.kernel is None or not self.kernel.writes:
+            return None if self.kernel is None else self.kernel.form
+        self.kernel.write(self.ops, self.parts.index, self.parts, moved)
+        return WRITTEN
 
     def attend(self, query: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
         """Choose blocks for query rows, fetch what must be there, attend, fetch the rest.
@@ -134,7 +143,7 @@ class DecodeStep:
     def scores(self, queries: Queries) -> Scores:
         """Scores of the blocks, by the kernels of the index or in torch."""
         parts = self.parts
-        if self.kernel is not None:
+        if self.kernel is not None and parts.index.ready:
             return self.kernel.scan(self.ops, parts.index, parts, queries, parts.scanned)
         score = self._all_blocks() if parts.covers else self._score(queries)
         given: Scores = self.ops.given(score, queries.positions)

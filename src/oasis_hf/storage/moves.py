@@ -21,6 +21,7 @@ def extend(parts: LayerParts, key: Tensor, value: Tensor, valid: Tensor | None, 
     frontier = parts.frontier
     runs, lengths, committed = _runs(parts), *map(list, frontier.settled())
     frontier.unsettle()
+    fresh: list[tuple[slice, Tensor]] = []
     for rows, done, length in runs:
         for part in [rows] if valid is None else _single(rows):
             k, v = key[part], value[part]
@@ -28,11 +29,43 @@ def extend(parts: LayerParts, key: Tensor, value: Tensor, valid: Tensor | None, 
                 real = valid[part.start]
                 k, v = k[:, :, real], v[:, :, real]
             moved = _extend_rows(parts, part, done, length, k, v, keep)
+            if not length:
+                fresh.append((part, k[:, :, :moved]))
             for row in range(part.start, part.stop):
                 lengths[row] += k.shape[2]
                 committed[row] += moved
     frontier.filled(lengths, committed)
     parts.cold = True
+    if parts.unlearned_after(0):
+        rows = sum(part.stop - part.start for part, _ in fresh)
+        learn(parts, fresh if rows == parts.batch_size else None)
+
+
+def learn(parts: LayerParts, keys: list[tuple[slice, Tensor]] | None = None) -> None:
+    """Fit an index that learns to what left the tail, and index it; waits for the device.
+
+    A sequence that is short of the budget, next to longer ones, has the basis of the longest.
+
+    Args:
+        parts: of the layer.
+        keys: what left the tail `[B', H, n, D]`, of every sequence; None: it is read back.
+    """
+    index, group = parts.index, parts.geometry.group
+    if keys is None:
+        committed = parts.frontier.settled()[1]
+        keys = [
+            (slice(row, row + 1), span(parts, row, 0, done)[0])
+            for row, done in enumerate(committed)
+        ]
+    _, longest = max(keys, key=lambda pair: pair[1].shape[2])
+    if not longest.shape[2]:
+        return
+    enough = min(longest.shape[2], parts.wanted * parts.geometry.block)
+    for rows, held in keys:
+        index.fit(rows, held if held.shape[2] >= enough else longest[:1])
+        index.write_range(rows, 0, held.unflatten(2, (-1, group)))
+    index.fitted(parts.frontier.columns)
+    parts.renew()
 
 
 def _runs(parts: LayerParts) -> list[tuple[slice, int, int]]:
@@ -66,8 +99,9 @@ def _extend_rows(
         if held < moved:
             blocks = (t[:, :, held:moved].unflatten(2, (-1, g.block)) for t in (k, v))
             parts.store.write_range(rows, (committed + held) // g.block, *blocks)
-        groups = k[:, :, :moved].unflatten(2, (-1, g.group))
-        parts.index.write_range(rows, committed // g.group, groups)
+        if parts.index.ready:
+            groups = k[:, :, :moved].unflatten(2, (-1, g.group))
+            parts.index.write_range(rows, committed // g.group, groups)
         # From here on the ring may lose what is in the store.
         parts.frontier.committed[rows] = committed + moved
     place = torch.arange(committed + moved, committed + total, device=device) % tail.places

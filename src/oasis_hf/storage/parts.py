@@ -161,6 +161,7 @@ class LayerParts:
             *self.store.slabs,
             *(t for part in (self.pool, self.tail) for t in (part.k, part.v)),
             *self.index.arrays.values(),
+            *self.index.learned.values(),
             *self.residency.tables,
             *self.frontier.tensors,
         ]
@@ -195,6 +196,8 @@ class LayerParts:
 
     def fits(self, rows: int) -> bool:
         """Whether `rows` more tokens can be stored without replacing any tensor."""
+        if self.unlearned_after(rows):
+            return False
         need, slots = self._room_after(rows)
         return need <= min(self.store.blocks, self.index.capacity) and slots <= self.pool.slots
 
@@ -250,6 +253,14 @@ class LayerParts:
     def covers_after(self, rows: int) -> bool:
         """`covers`, once `rows` more tokens are given: graphs bake it in."""
         return self.wanted >= self._blocks_after(rows)
+
+    def unlearned_after(self, rows: int) -> bool:
+        """Whether the index is to be fitted to the context, once `rows` more tokens are given.
+
+        While a step chooses every block there is, nothing has to be ranked.
+        """
+        outdated = self.index.outdated(self.frontier.columns + rows)
+        return outdated and not self.covers_after(rows)
 
     @property
     def wanted(self) -> int:

@@ -1,6 +1,13 @@
 """Torch backend: the meaning of every operation, which a faster backend reproduces."""
 
-from ..encodings import dequantize_keys_2bit, floats, quantize_keys_2bit, to_float8
+from ..encodings import (
+    dequantize_keys_2bit,
+    floats,
+    pack_planes,
+    quantize_keys_2bit,
+    to_float8,
+    unpack_planes,
+)
 from .primitives import (
     assign_slots,
     bound_logits,
@@ -35,11 +42,7 @@ from .step import (
     tail_mask,
 )
 
-FORMS: frozenset[str] = frozenset()
-"""No index is written by this backend itself."""
-
 __all__ = [
-    "FORMS",
     "Plan",
     "StepPlan",
     "admit",
@@ -59,6 +62,7 @@ __all__ = [
     "last_live",
     "new_plan",
     "open_step",
+    "pack_planes",
     "plan",
     "plan_step",
     "quantize_keys_2bit",
@@ -73,4 +77,5 @@ __all__ = [
     "tail_mask",
     "to_float8",
     "truncate_share",
+    "unpack_planes",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import LATER, NOW, SUMS, Choice, Opened, Parts, Queries, Scores, Tables
+from ..api import LATER, NOW, SUMS, WRITTEN, Choice, Opened, Parts, Queries, Scores, Tables
 from . import primitives as p
 
 NEG_INF = float("-inf")
@@ -89,18 +89,19 @@ def append(
         leaving = number < opened.moved
         if p.readable(leaving) and not leaving.any():
             break
-        _move_group(parts, first + number * group, leaving)
+        _move_group(parts, first + number * group, leaving, form)
     real = opened.positions >= 0
     for ring, states in ((parts.tail.k, key), (parts.tail.v, value)):
         p.ring_write(ring, states, opened.positions, real)
 
 
-def _move_group(parts: Parts, first: Tensor, leaving: Tensor) -> None:
+def _move_group(parts: Parts, first: Tensor, leaving: Tensor, form: str | None) -> None:
     """Move the group from position `first` `[B]` to store, index and pool where `leaving`."""
     rules, tables = parts.rules, parts.residency
     count = rules.group // rules.block
     k, v = (p.ring_read(ring, first, rules.group) for ring in (parts.tail.k, parts.tail.v))
-    parts.index.write(first // rules.group, k, leaving)
+    if form != WRITTEN:
+        parts.index.write(first // rules.group, k, leaving)
     k, v = (states.unflatten(2, (count, rules.block)) for states in (k, v))
     blocks = first[:, None] // rules.block + torch.arange(count, device=first.device)
     parts.store.write(blocks, k, v, leaving)

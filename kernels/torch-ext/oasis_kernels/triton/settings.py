@@ -32,6 +32,9 @@ class Settings:
         fine_groups: groups per program of the two-bit scan, at most.
         fine_warps: its warps.
         fine_registers: most registers of its threads with `many_pairs` pairs: more programs fit.
+        turn_warps: warps of the programs that turn queries into principal directions.
+        principal_rows: rows of four tokens per program of the scan in principal directions.
+        principal_warps: its warps.
         plan_warps: warps of the one program per head that chooses and plans.
         plan_warps_wide: the same, for more than 2,048 candidates.
         attention_few: split of the attention of few (sequence, head) pairs.
@@ -48,6 +51,9 @@ class Settings:
     fine_groups: int = 8
     fine_warps: int = 4
     fine_registers: int = 80
+    turn_warps: int = 4
+    principal_rows: int = 128
+    principal_warps: int = 4
     plan_warps: int = 8
     plan_warps_wide: int = 16
     attention_few: Split = Split(8, 8, 4)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from ..api import Choice, Opened, Parts, Queries, Scores
+from ..api import WRITTEN, Choice, Opened, Parts, Queries, Scores
 from ..reference.primitives import ring_read
 from . import launch
 from .buffers import INT32, Plan
 
-FORMS = {"bounds": 1, "keys2bit": 2}
+FORMS = {WRITTEN: 0, "bounds": 1, "keys2bit": 2}
 """Indexes that the append kernel writes by itself, and what it knows them by."""
 
 
@@ -50,6 +50,7 @@ def append(
     rules, tables, store = parts.rules, parts.residency, parts.store
     if form is None:
         _index_moved(parts, opened)
+    kind = FORMS[WRITTEN if form is None else form]
     launch.append(
         key.contiguous(),
         value.contiguous(),
@@ -63,8 +64,8 @@ def append(
         (tables.slot_of_block, tables.block_of_slot, tables.last_selected),
         _addresses(store.table),
         store.slab_blocks,
-        () if form is None else tuple(parts.index.arrays.values()),
-        0 if form is None else FORMS[form],
+        tuple(parts.index.arrays.values()) if kind else (),
+        kind,
         rules.group,
         rules.flushes,
     )

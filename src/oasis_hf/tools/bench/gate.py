@@ -16,6 +16,7 @@ CHECKS: dict[str, dict[str, Any]] = {
     "keys2bit-fine": {"on_miss": "fetch", "block_size": FINEST_BLOCK},
     # Engines agree on what they fetch only under the same cap.
     "keys2bit-skip": {"on_miss": "skip", "fetch_cap": DEFAULT_CAP},
+    "pca": {"index": "pca", "on_miss": "fetch", "block_size": BLOCK},
     "minmax": {"index": "minmax", "on_miss": "fetch"},
     "minmax8": {"index": "minmax8", "on_miss": "fetch"},
 }

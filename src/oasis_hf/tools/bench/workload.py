@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from ...cache import OasisCache
+from ...storage import moves
 from .plan import HEAT
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -157,6 +158,9 @@ def filled_cache(
     first.parts.join()
     example = keys[:, :, :1].clone()
     del keys
+    if first.parts.unlearned_after(0):
+        first.parts.index.observe(torch.randn_like(example)[:, :, None], None)
+        moves.learn(first.parts)
     for layer in cache.offloaded[1:]:
         layer.lazy_initialization(example, example)
         layer.parts.store.slabs, layer.parts.store.table = (
@@ -164,8 +168,11 @@ def filled_cache(
             first.parts.store.table,
         )
         layer.parts.reserve(tokens)
-        for name, array in first.parts.index.arrays.items():
-            layer.parts.index.arrays[name].copy_(array)
+        index, source = layer.parts.index, first.parts.index
+        for name, array in (*source.arrays.items(), *source.learned.items()):
+            (index.arrays if name in index.arrays else index.learned)[name].copy_(array)
+        if source.ready:
+            index.fitted(tokens)
         for ours, theirs in (
             (layer.parts.frontier.lengths, first.parts.frontier.lengths),
             (layer.parts.frontier.committed, first.parts.frontier.committed),

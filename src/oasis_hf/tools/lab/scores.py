@@ -192,6 +192,10 @@ class _Layer:
         stored = self.blocks * block
         index.ensure(self.blocks)
         index.allocate(1, heads, keys[None])
+        if index.learns:
+            index.observe(self.query.permute(1, 2, 0, 3, 4).flatten(2, 3)[None], None)
+            index.fit(slice(0, 1), keys[None, :, :stored])
+            index.fitted(stored)
         groups = keys[None, :, :stored].reshape(1, heads, stored // group, group, dim)
         index.write_range(slice(0, 1), 0, groups)
         return index
