@@ -2,7 +2,7 @@
 
 from .buffers import Plan
 from .launch import advance, gather, plan_step, sparse_attention
-from .principal import principal, write_principal
+from .planes import principal, write_principal
 from .scan import bounds, candidates, keys2bit
 from .step import FORMS, again, append, attend, fetch, given, new_plan, open_step, plan
 
