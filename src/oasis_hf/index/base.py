@@ -100,6 +100,14 @@ class Index(ABC):
         """Every sequence has been fitted, to `tokens` tokens: groups are indexed from now on."""
         self.ready = True
 
+    def knowledge(self) -> dict[str, Tensor]:
+        """What an index that learns has learned so far, for another of its kind: see `know`."""
+        return {}
+
+    def know(self, knowledge: Mapping[str, Tensor]) -> None:
+        """Take over what another index of this kind learned of the same sequences."""
+        return
+
     def outdated(self, tokens: int) -> bool:
         """Whether an index that learns is to be fitted before it ranks the blocks of `tokens`."""
         return not self.ready

@@ -1,5 +1,6 @@
 """Keys in their principal directions, in two planes of two bits: 2.5 bits per key element."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,8 @@ ENOUGH_TOKENS = 32768
 STEP, WIDER = 0.996, 1.25
 """Step at two bits, in standard deviations: the best for a normal distribution, and how much wider
 it is here, as the keys that matter lie far out."""
+QUERIES_AT_ONCE = 4096
+"""Tokens of a forward whose queries are looked at, evenly spaced."""
 LEAST_DEVIATION = 1e-3
 """Of a direction, as a part of the largest one's."""
 TOKENS_AT_ONCE = 16384
@@ -130,11 +133,15 @@ class PrincipalKeysIndex(Index):
         """Add to the second moment of the queries, as long as it may be asked for."""
         if "moment" not in self.learned:
             return
-        count = torch.tensor(query.shape[3]) if valid is None else valid.sum(-1, keepdim=True)
-        if valid is not None:
-            query = torch.where(valid[:, None, None, :, None], query, 0)
-        rows = query.flatten(2, 3)
-        self.learned["moment"] += (rows.transpose(-1, -2) @ rows).float()
+        stride = ceil_div(query.shape[3], QUERIES_AT_ONCE)
+        rows = _numbers(query[:, :, :, ::stride])
+        if valid is None:
+            count: Tensor | int = rows.shape[3]
+        else:
+            valid = valid[:, ::stride]
+            rows, count = rows * valid[:, None, None, :, None], valid.sum(-1, keepdim=True)
+        rows = rows.flatten(2, 3)
+        self.learned["moment"] += rows.transpose(-1, -2) @ rows
         self.learned["queries"] += count * query.shape[2]
 
     def fit(self, rows: slice, keys: Tensor) -> None:
@@ -142,7 +149,7 @@ class PrincipalKeysIndex(Index):
         mean, spread = _moments(keys)
         # With q = root w, where the parts of w are uncorrelated and of variance 1, q . k is
         # w . (root^T k): errors of root^T k weigh alike in all directions.
-        root = torch.linalg.cholesky(self._query_moment(rows))
+        root = torch.linalg.cholesky(self._query_moment(rows).double()).float()
         deviation, basis = _directions(root.transpose(-1, -2) @ spread @ root)
         deviation = deviation.maximum(LEAST_DEVIATION * deviation[..., :1]).clamp(min=1e-6)
         to, back = (
@@ -172,9 +179,21 @@ class PrincipalKeysIndex(Index):
         """Whether there is no basis yet, or one of a small part of what there is now."""
         return not self.ready or ("moment" in self.learned and tokens >= OUTGROWN * self.tokens)
 
+    def knowledge(self) -> dict[str, Tensor]:
+        """As in `Index`: all that was learned, and of how many tokens."""
+        return {**self.learned, "tokens": torch.tensor([self.tokens])}
+
+    def know(self, knowledge: Mapping[str, Tensor]) -> None:
+        """As in `Index`."""
+        given = dict(knowledge)
+        self.tokens = int(given.pop("tokens"))
+        device = self.learned["encode"].device
+        self.learned = {name: x.to(device, copy=True) for name, x in given.items()}
+        self.ready = self.tokens > 0
+
     def _query_moment(self, rows: slice) -> Tensor:
         """Mean outer product of the queries, with queries alike in all directions among them."""
-        moment = torch.nan_to_num(self.learned["moment"][rows])
+        moment = self.learned["moment"][rows]
         seen = self.learned["queries"][rows, :, None, None]
         size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         unit = torch.eye(moment.shape[-1], device=moment.device)
@@ -230,15 +249,20 @@ def leading(dim: int) -> int:
     return max(1, dim // 4)
 
 
+def _numbers(x: Tensor) -> Tensor:
+    """In float32; what is no number in a context must not keep the rest from being read."""
+    return torch.nan_to_num(x.float(), 0.0, 0.0, 0.0)
+
+
 def _moments(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Mean `[B, H, D]` and covariance `[B, H, D, D]` of keys `[B, H, n, D]`."""
-    # What is no number anywhere in a context must not keep it from being read.
-    mean = torch.nan_to_num(keys.float().mean(2))
+    parts, count = keys.split(TOKENS_AT_ONCE, 2), keys.shape[2]
+    mean = torch.stack([_numbers(part).sum(2) for part in parts]).sum(0) / count
     spread = mean.new_zeros(*mean.shape, mean.shape[-1])
-    for part in keys.split(TOKENS_AT_ONCE, 2):
-        centred = part.float() - mean[:, :, None]
-        spread += centred.transpose(-1, -2) @ centred
-    return mean, torch.nan_to_num(spread / keys.shape[2])
+    for part in parts:
+        centred = _numbers(part) - mean[:, :, None]
+        spread += centred.transpose(-1, -2) @ centred / count
+    return mean, spread
 
 
 def _directions(spread: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,7 +281,7 @@ def _range(keys: Tensor, mean: Tensor, to: Tensor) -> tuple[Tensor, Tensor]:
     """Least and largest of keys `[B, H, n, D]` in directions `[B, H, D, d]`: `[B, H, d]` each."""
     least, most = [], []
     for part in keys.split(TOKENS_AT_ONCE, 2):
-        turned = (part.float() - mean[:, :, None]) @ to
+        turned = (_numbers(part) - mean[:, :, None]) @ to
         least.append(turned.amin(2))
         most.append(turned.amax(2))
     return torch.stack(least).amin(0), torch.stack(most).amax(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..config import OasisConfig
 from ..facts.ambient import kept_steady
 from ..facts.compat import CacheLayerMixin, columns_to_crop
 from ..facts.handle import OasisLength, OasisUnsupportedError, attach
+from ..index import index_class
 from ..step.decode import DecodeStep
 from ..step.inputs import AttentionInputs
 from ..step.prompt import PromptAttention
@@ -114,6 +115,7 @@ class OasisLayer(CacheLayerMixin):
         lengths: Tensor,
         columns: int,
         owner: OasisLayer | None = None,
+        knowledge: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Fill an empty layer with a saved history.
 
@@ -124,9 +126,15 @@ class OasisLayer(CacheLayerMixin):
             owner: a layer that holds this history, with sequences of one length. Its host memory
                 is used as it is, and nothing copied: whatever this layer stores from now on goes
                 there too. The owner must not go on, and of several borrowers only the newest may.
+            knowledge: what an index of this kind has learned of this history; by default what the
+                owner's has.
         """
         self.lazy_initialization(key, value)
         parts = self.parts
+        if knowledge is None and owner is not None:
+            knowledge = owner.knowledge_for(self)
+        if knowledge:
+            parts.index.know(knowledge)
         try:
             if owner is not None:
                 parts.borrow(owner.parts)
@@ -142,6 +150,12 @@ class OasisLayer(CacheLayerMixin):
         column = torch.arange(key.shape[2], device=parts.device)
         valid = column[None] < lengths[:, None].to(parts.device)
         moves.extend(parts, key, value, valid, self._kept)
+
+    def knowledge_for(self, other: OasisLayer) -> Mapping[str, Tensor]:
+        """What the index has learned, if the other's index is of its kind."""
+        index = self.parts.index
+        same = index_class(self.config.index) is index_class(other.config.index)
+        return index.knowledge() if same else {}
 
     @property
     def _kept(self) -> int:

@@ -58,6 +58,8 @@ def save(cache: CacheState, path: str | Path) -> None:
             kinds[number] = OFFLOADED
             k, v, _ = layer.history(layer.parts.frontier.lengths.tolist())
             tensors[f"{number}.lengths"] = layer.parts.frontier.lengths.cpu()
+            for name, learned in layer.knowledge_for(layer).items():
+                tensors[f"{number}.index.{name}"] = learned.cpu().contiguous()
         else:
             # Copies: the two may be one memory, or parts of a larger one.
             k, v = (t.detach().cpu().clone() for t in (layer.keys, layer.values))
@@ -199,7 +201,8 @@ def _restore(cache: CacheState, saved: Saved) -> None:
         layer, parts = cache.layers[number], (saved.tensors[f"{number}.{part}"] for part in "kv")
         k, v = (t.to(device) for t in parts)
         if isinstance(layer, OasisLayer):
-            layer.adopt(k, v, saved.tensors[f"{number}.lengths"].to(device), saved.columns)
+            lengths = saved.tensors[f"{number}.lengths"].to(device)
+            layer.adopt(k, v, lengths, saved.columns, knowledge=_knowledge(saved, number, layer))
             continue
         # Copies: the tensors of a file may be the file itself, mapped into memory.
         k, v = k.clone(), v.clone()
@@ -213,6 +216,14 @@ def _restore(cache: CacheState, saved: Saved) -> None:
     cache.ledger.restore(Record(saved.columns, real, ids))
     if model is not None:
         cache.read_with.add(adapter_state(model))
+
+
+def _knowledge(saved: Saved, number: int, layer: OasisLayer) -> dict[str, Tensor]:
+    """What the index of a layer had learned, if the one that it has now is of that kind."""
+    if saved.options["index"] != layer.config.as_dict()["index"]:
+        return {}
+    prefix = f"{number}.index."
+    return {n.removeprefix(prefix): x for n, x in saved.tensors.items() if n.startswith(prefix)}
 
 
 @torch.no_grad()
@@ -234,7 +245,13 @@ def fork(cache: C, **options: Any) -> C:
         if isinstance(old, OasisLayer) and isinstance(new, OasisLayer):
             if old.is_initialized:
                 k, v, _ = old.history(old.parts.frontier.lengths.tolist())
-                new.adopt(k, v, old.parts.frontier.lengths, old.columns)
+                new.adopt(
+                    k,
+                    v,
+                    old.parts.frontier.lengths,
+                    old.columns,
+                    knowledge=old.knowledge_for(new),
+                )
         elif isinstance(old, DenseLayer) and isinstance(new, DenseLayer):
             if old.is_initialized:
                 new.lazy_initialization(*old.held())

@@ -39,8 +39,9 @@ class Saved:
         options: of the cache.
         columns: tokens given, padding included.
         layers: kind of every layer that holds anything, by its number.
-        tensors: `N.k` and `N.v` `[B, H, L, D]` of layer N, `N.lengths` `[B]` of offloaded ones, and
-            of the ledger `real` and `ids` `[B, columns]`, where it has them.
+        tensors: `N.k` and `N.v` `[B, H, L, D]` of layer N, `N.lengths` `[B]` of offloaded ones and
+            `N.index.*`, what their index learned, and of the ledger `real` and `ids`
+            `[B, columns]`, where it has them.
         transformers: version that wrote it.
     """
 
@@ -173,7 +174,9 @@ class SavedFile:
             tensors = {name: file.get_tensor(name) for name in sorted(names)}
         wanted = {f"{n}.{part}" for n in head.layers for part in "kv"}
         wanted |= {f"{n}.lengths" for n, kind in head.layers.items() if kind == OFFLOADED}
-        missing, strange = sorted(wanted - names), sorted(names - wanted - {"real", "ids"})
+        learned = {x for x in names for n in head.layers if x.startswith(f"{n}.index.")}
+        missing = sorted(wanted - names)
+        strange = sorted(names - wanted - learned - {"real", "ids"})
         if missing or strange:
             got = f"no tensor {missing[0]}" if missing else f"a tensor {strange[0]}"
             raise self._damaged(got, f"{len(wanted)} of {len(head.layers)} layers")
