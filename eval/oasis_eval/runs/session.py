@@ -34,14 +34,16 @@ def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
     return out.logits[:, -1]
 
 
-def read(model: Any, ids: Tensor, exact: bool = False) -> OasisCache:
+def read(model: Any, ids: Tensor, exact: bool = False, index: str = "streaming") -> OasisCache:
     """Reads `ids` `[rows, tokens]` densely; in pieces on a CPU, where they would take memory.
+
+    An `index` that learns hands on what it learned to forks with an index of its kind.
 
     Unless `exact`, a GPU reads in TF32 where the model is in float32: all arms continue the same
     keys and values, and every decoded token is computed in full float32.
     """
     # It is never decoded with: the smallest working set there is.
-    base = OasisCache(model, index="streaming", on_miss="skip", budget=16, head_room=1.0)
+    base = OasisCache(model, index=index, on_miss="skip", budget=16, head_room=1.0)
     pieces = [ids] if model.device.type == "cuda" else ids.split(PREFILL_CHUNK, dim=1)
     with nullcontext() if exact else _tf32():
         for piece in pieces:
