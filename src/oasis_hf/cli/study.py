@@ -11,7 +11,7 @@ import typer
 
 from . import checks
 from .checks import fits, numbers, output_file, output_folder, positions, words
-from .errors import Commands, Failure, Mistake, option_of
+from .errors import Commands, Failure, Mistake, mistake, option_of
 from .evaluate import real_text, require
 from .lookahead import MOST_DRAFTS
 from .terminal import Work, working
@@ -19,6 +19,8 @@ from .terminal import Work, working
 RESULTS = Path("eval/results")
 SHORTEST = 128
 """Tokens of the shortest context of a study."""
+FEWEST = 16
+"""Tokens of the smallest budget that holds the sinks."""
 INDEXES = "keys2bit,minmax,oracle,streaming,mean"
 
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", min=1)]
@@ -28,7 +30,7 @@ Model = Annotated[str, typer.Option(help="A Hub id or a folder; the packaged Smo
 
 study = typer.Typer(
     cls=Commands,
-    help="Smaller studies: needles over budgets, attention held, drafts, the retrieval model.",
+    help="Smaller studies: needles, attention held, indexes, drafts, the retrieval model.",
     no_args_is_help=True,
 )
 
@@ -150,6 +152,54 @@ def attention(
         _holds("--context", code(tokens, context).shape[1], context)
         work.stage("loading the model")
         run(out, context, steps, sizes, names, model, work.line)
+
+
+@study.command()
+def index(
+    context: Annotated[int, typer.Option(help="Tokens of a prompt and its answer.", min=1)] = 4096,
+    samples: Annotated[int, typer.Option(help="Prompts, each drawn anew.", min=1)] = 4,
+    budgets: Budgets = "2048,512",
+    indexes: Indexes = "oracle,pca,keys2bit,minmax",
+    task: Annotated[str, typer.Option(help="One of RULER's, by name.")] = "niah_multikey_3",
+    text: Annotated[str, typer.Option(help="As in oasis-hf eval --text.")] = "reference",
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    model: Model = "",
+    out: Annotated[Path, typer.Option(help="The results.")] = RESULTS / "alike-needles.json",
+    threads: Threads = None,
+) -> None:
+    """Which index finds one needle among thousands of alike ones?
+
+    Teacher-forced on the right answer: its log probability, the share of its tokens that are the
+    model's first choice, and differences of the former to dense attention and to the oracle, with
+    95 % intervals over samples.
+    """
+    sizes, names = numbers("--budgets", budgets, FEWEST), words("--indexes", indexes)
+    with _studying(out, threads) as work:
+        require("datasets")
+        from oasis_eval.material.texts import source_name
+        from oasis_eval.studies.alike_needles import arms, ask, run
+        from oasis_eval.tasks import RULER
+
+        if task not in RULER:
+            raise mistake("--task", task, f"one of {', '.join(RULER)}")
+        try:
+            compared = arms(names, sizes)
+        except ValueError as error:
+            raise option_of(error, {"arms": "--indexes"}) from error
+        prose = real_text(text)
+        config, tokens = checks.model_parts("--model", model, work.stage)
+        fits(positions(config), "--context", context, "use a shorter one")
+        work.stage("drawing the prompts")
+        try:
+            asked = ask(tokens, task, context, samples, seed, prose)
+        except ValueError as error:
+            said = str(error).replace("context: ", "")
+            raise Mistake(f"--context: {said}") from error
+        work.stage("loading the model")
+        made = {"task": task, "context": context, "samples": samples, "seed": seed}
+        made["text"] = source_name(text)
+        found = run(out, asked, compared, made, model, work.line)
+    typer.echo(found)
 
 
 @study.command(name="draft-budget")
