@@ -8,7 +8,7 @@ from .geometry import budgeted_blocks, capped_blocks
 from .lookahead import LRU, Predictor, predictor
 from .misses import MissPolicy, policy_of
 
-INDEX_NAMES = ("keys2bit", "pca", "minmax", "minmax8", "mean", "streaming", "oracle")
+INDEX_NAMES = ("keys2bit", "minmax", "minmax8", "pca", "mean", "streaming", "oracle")
 BACKENDS = ("auto", "reference", "triton")
 REDUCTIONS = ("mean", "max")
 VERIFICATIONS = ("shared", "exact")
